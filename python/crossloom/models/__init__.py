@@ -1,0 +1,1 @@
+"""Reference models the library is measured on."""
