@@ -1,0 +1,1 @@
+"""Graph and TIR passes, one a file: canonicalization, fusion, quantization, lowering, planning."""

@@ -1,0 +1,1 @@
+"""TIR kernels, their schedules and search spaces."""
