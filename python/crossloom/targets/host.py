@@ -13,7 +13,7 @@ from tvm.target import codegen
 
 from .model import Cpu, Target
 
-#: x86 extensions a virtual machine may hide although the processor's model has them (LLVM's name: Linux's name).
+#: x86 extensions a virtual machine may hide although the processor's model has them (LLVM's name: Linux's).
 _HIDEABLE = {
     "avx": "avx",
     "avx2": "avx2",

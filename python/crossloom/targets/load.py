@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,7 @@ from typing import Any
 from ..errors import UsageError
 from .model import CONFIDENCES, EFFECTS, Bank, Capability, Cluster, Cpu, Npu, Precision, Target
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 DATA = Path(__file__).parent / "data"
 
@@ -48,7 +47,7 @@ def _convert(path: Path, key: str, hint: Any, value: Any) -> Any:
         if not isinstance(items, list):
             _fail(path, key, f"wants a list, has {value!r}")
         return tuple(_convert(path, key, args[0], item) for item in items)
-    if origin is not None and issubclass(origin, typing.Mapping):  # type: ignore[arg-type]
+    if origin is Mapping:
         if not isinstance(value, dict):
             _fail(path, key, f"wants a table, has {value!r}")
         return {k: _convert(path, f"{key}.{k}", args[1], v) for k, v in value.items()}
@@ -87,9 +86,7 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(
-            f"target file {path}: {error.strerror}", "give the path of a readable TOML file"
-        ) from None
+        raise UsageError(f"target file {path}: {error.strerror}", "give a readable TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"target file {path} is not TOML: {error}", "correct the file") from None
 
@@ -123,9 +120,9 @@ def load_target_file(path: str | Path) -> Target:
     Parameters
     ----------
     path : str or Path
-        TOML: ``name``, ``description``, ``family``, ``bandwidth`` with ``bandwidth_source``, ``tables`` (names of
-        shared files ``table_<name>.toml``), ``[cpu]``, ``[npu]`` and the arrays ``[[cluster]]``, ``[[bank]]``,
-        ``[[precision]]``, ``[[capability]]``; keys are the fields of the dataclasses of those names.
+        TOML: ``name``, ``description``, ``family``, ``bandwidth`` with ``bandwidth_source``, ``tables`` (names
+        of shared files ``table_<name>.toml``), ``[cpu]``, ``[npu]`` and the arrays ``[[cluster]]``,
+        ``[[bank]]``, ``[[precision]]``, ``[[capability]]``; keys are the fields of the dataclasses.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What the library knows of a target: its processors, banks, precision schemes and capability rows, all with sources."""
+"""What the library knows of a target: processors, banks, precision schemes, capability rows; all with sources."""
 
 from __future__ import annotations
 
@@ -169,11 +169,11 @@ class When:
     Attributes
     ----------
     arg : int
-        Which tensor the conditions on shape look at: an argument's position, ``-1`` for any argument or the result.
+        Tensor whose shape counts: an argument's position, ``-1`` for any argument or the result.
     axes : tuple of int
         Axes the extents look at; empty for all.
     min_rank, max_rank, min_extent, max_extent : int or None
-        Inclusive.  ``min_extent``: some axis has at least so many elements; ``max_extent``: all have at most so many.
+        Inclusive.  ``min_extent``: some axis has at least so many elements; ``max_extent``: all at most.
     features : tuple of str
         Facts about a call, see :data:`crossloom.lint.FEATURES`: ``"dynamic"``, ``"stepped"``, ...
     attrs : mapping of str to tuple of str
@@ -254,7 +254,7 @@ class Capability:
         ``"npu"`` or ``"cpu"``.
     supported : {"yes", "no", "unknown"}
     source, confidence : str
-        Where the statement is from, and one of ``CONFIDENCES``; rows marked ``conflict`` contradict each other.
+        Where the statement is from, and one of ``CONFIDENCES``; ``conflict`` rows contradict each other.
     dtypes : tuple of str
         Types of an argument it is about; empty for any.
     effect : str
@@ -395,7 +395,7 @@ class Target:
         )
 
     def precision_schemes(self, unit: str | None = None) -> tuple[Precision, ...]:
-        """Return the precision schemes the unit can run (default: the NPU's, or the CPU's where there is none)."""
+        """Return the precision schemes the unit can run; default: the NPU, or the CPU where there is none."""
         unit = unit or self.units[0]
         return tuple(p for p in self.precisions if p.unit == unit and self._precision(p).answer == "yes")
 
@@ -458,8 +458,9 @@ class Target:
     ) -> Support:
         """Return whether a unit of the target can run one call.
 
-        A row that says no outweighs one that says yes, unless both are marked as conflicting: the answer is then
-        unknown.  A row about any operator can forbid, but for an NPU only a row about the operator itself allows.
+        A row that says no outweighs one that says yes, unless both are marked as conflicting: the answer is
+        then unknown.  A row about any operator can forbid, but for an NPU only a row about the operator itself
+        allows.
 
         Parameters
         ----------

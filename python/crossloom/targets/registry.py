@@ -42,7 +42,7 @@ def _plugin_files() -> Iterable[tuple[str, Path]]:
 
 
 def list_targets() -> dict[str, Target]:
-    """Return all known targets by name, sorted; ours and those of the entry-point group ``crossloom.targets``.
+    """Return all known targets by name, sorted: ours and those of entry points ``crossloom.targets``.
 
     An entry point resolves to the path of a target file, or to a callable that returns one path or several.
 
@@ -101,7 +101,7 @@ def _known(spec: str, name: str) -> Target:
 
 
 def _npu_target(spec: str, text: str) -> Target:
-    """Read the NPU's part of a composite: ``ane -chip=m4 -os=18``, ``rknn -platform=rk3588`` or a known name."""
+    """Read the NPU's part of a composite: ``ane -chip=m4``, ``rknn -platform=rk3588`` or a known name."""
     name, options = split_options(text)
     if name not in _NPUS:
         return override(_known(spec, name), options, spec)

@@ -17,7 +17,7 @@ _CPU_START = re.compile(r",\s*(?=(?:llvm|c|host)\b(?!-)|\{)")
 
 
 def split_composite(text: str) -> tuple[str, str | None]:
-    """Split ``"ane -chip=m4, llvm -mcpu=..."`` at the comma before the CPU's target; lists in options stay whole."""
+    """Split ``"ane -chip=m4, llvm -mcpu=..."`` at the comma before the CPU's target; lists stay whole."""
     if text.lstrip().startswith("{"):
         return text.strip(), None
     parts = _CPU_START.split(text, maxsplit=1)
