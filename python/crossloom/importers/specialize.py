@@ -1,0 +1,77 @@
+"""Bind symbolic dimensions to fixed sizes in every entry of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import tvm
+from tvm import relax
+
+from ..errors import UsageError
+from ..model import Model
+from .signature import entry_attributes, entry_of, symbolic_names
+
+
+def specialize(model: Model, sizes: Mapping[str, int]) -> Model:
+    """Return `model` with symbolic dimensions bound.
+
+    Parameters
+    ----------
+    model : Model
+    sizes : mapping of str to int
+        Dimension -> size (elements).  ``"T"`` binds in every entry that has it, ``"prefill.T"`` in one.
+
+    Raises
+    ------
+    UsageError
+        A dimension no entry has, a negative size, or one above the dimension's upper bound.
+    """
+    used: set[str] = set()
+    functions = dict(model.mod.functions_items())
+    entries = dict(model.entries)
+    for gv, function in list(functions.items()):
+        entry = model.entries.get(gv.name_hint)
+        if entry is None:
+            continue
+        binding: dict[str, int] = {}
+        for name in symbolic_names(function):
+            for key in (name, f"{entry.name}.{name}"):
+                if key in sizes:
+                    binding[name] = int(sizes[key])
+                    used.add(key)
+        for name, size in binding.items():
+            limit = entry.upper_bounds.get(name)
+            if size < 0 or (limit is not None and size > limit):
+                raise UsageError(
+                    f"{name} = {size} in entry {entry.name!r} is out of range",
+                    f"give 0 to {limit}" if limit is not None else "give a size that is not negative",
+                )
+        if not binding:
+            continue
+        function = function.bind_symbolic_vars(binding)
+        bounds = {key: value for key, value in entry.upper_bounds.items() if key not in binding}
+        entries[entry.name] = entry_of(
+            function,
+            entry.name,
+            [spec.name for spec in entry.inputs],
+            [spec.name for spec in entry.outputs],
+            weights=entry.weights,
+            modality=entry.modality,
+            upper_bounds=bounds,
+        )
+        if function.attrs and "tir_var_upper_bound" in function.attrs:
+            function = function.without_attr("tir_var_upper_bound")
+        for attribute, value in entry_attributes(entries[entry.name]).items():
+            function = function.with_attr(attribute, value)
+        functions[gv] = function
+    missing = [key for key in sizes if key not in used]
+    if missing:
+        known = sorted(
+            {name for gv, f in functions.items() if gv.name_hint in entries for name in symbolic_names(f)}
+        )
+        raise UsageError(
+            f"no entry has a dimension {missing[0]!r}", f"dimensions left: {', '.join(known) or 'all static'}"
+        )
+    mod = tvm.IRModule(functions)
+    relax.analysis.well_formed(mod)
+    return Model(mod, model.params, entries, dict(model.modalities), model.name)
