@@ -43,8 +43,8 @@ class Finding:
     severity : {"error", "warning", "info"}
         error: no unit of the target can run it; warning: it stays off the NPU; info: worth knowing.
     code : str
-        ``dynamic-shape``, ``op``, ``dtype``, ``rank``, ``extent``, ``disputed``, ``op-unknown``, ``converted``,
-        ``flash`` or ``ram``.
+        ``dynamic-shape``, ``op``, ``dtype``, ``rank``, ``extent``, ``disputed``, ``op-unknown``,
+        ``converted``, ``flash`` or ``ram``.
     function : str
     where : str
         The binding or input it was first met at.
@@ -71,11 +71,12 @@ class Finding:
     def __str__(self) -> str:
         times = f" ({self.count} times)" if self.count > 1 else ""
         remedy = f" Remedy: {self.remedy}." if self.remedy else ""
-        return f"{self.severity}: {self.function}: {self.where}{times}: {self.what}: {self.why}.{remedy} [{self.source}]"
+        place = f"{self.function}: {self.where}" if self.function else self.where
+        return f"{self.severity}: {place}{times}: {self.what}: {self.why}.{remedy} [{self.source}]"
 
 
 def _tensor(expr: Any) -> tuple[tuple[int | str, ...], str] | None:
-    """Return (shape, dtype) of a tensor expression; an unknown rank gives the one symbolic dimension ``"?"``."""
+    """Return (shape, dtype) of a tensor expression; an unknown rank gives the symbolic ``("?",)``."""
     ty = expr.ty if isinstance(expr, relax.Expr) else expr
     if not isinstance(ty, relax.TensorType):
         return None
@@ -106,7 +107,7 @@ def _tensors(expr: Any) -> Iterator[tuple[tuple[int | str, ...], str]]:
 def _calls(
     function: relax.Function,
 ) -> Iterator[tuple[str, relax.Call, set[Any]]]:
-    """Yield (binding, call, what is constant) for each operator call, also of branches and nested functions."""
+    """Yield (binding, call, what is constant) for each operator call, also in nested functions."""
     count = function.attrs.get("num_input") if function.attrs is not None else None
     fixed: set[Any] = set(function.params[int(count) :]) if count is not None else set()
 
@@ -115,8 +116,8 @@ def _calls(
             for block in expr.blocks:
                 for binding in block.bindings:
                     inner = binding.value
-                    yield from walk(inner, binding.var.name_hint)
-                    # What is computed from weights and constants alone is folded before any tool chain sees it.
+                    yield from walk(inner, binding.var.name)
+                    # What weights and constants alone give is folded before any tool chain sees it.
                     parts = inner.args if isinstance(inner, relax.Call) else [inner]
                     if isinstance(inner, (relax.Call, relax.Var)) and all(_constant(p, fixed) for p in parts):
                         fixed.add(binding.var)
@@ -199,7 +200,7 @@ def _judge(call: relax.Call, target: Target, unit: str, fixed: set[Any]) -> list
     if call.op.name in _INDEXED and inputs:
         # The type of the indices is not the type of the arithmetic.
         dtypes = [inputs[0][1]]
-    options: dict[str, Any] = dict(unit=unit, features=features, attrs=_attrs(call))
+    options: dict[str, Any] = {"unit": unit, "features": features, "attrs": _attrs(call)}
     return [(target.supports(call.op.name, dtype, *shapes, **options), dtype) for dtype in dtypes]
 
 
@@ -240,13 +241,13 @@ def _inputs(function: relax.Function, target: Target, name: str) -> Iterator[Fin
             row = next((r for r in rows if "dynamic" in r.when.features and r.supported == "no"), None)
             if row is not None:
                 severity = "error" if unit == "cpu" else "warning"
-                what = f"input {param.name_hint!r} is dynamic in dimension {', '.join(loose)}"
+                what = f"input {param.name!r} is dynamic in dimension {', '.join(loose)}"
                 why = f"the {unit} of {target.name} wants static shapes"
                 yield Finding(
                     severity,
                     "dynamic-shape",
                     name,
-                    param.name_hint,
+                    param.name,
                     "",
                     what,
                     why,
@@ -259,7 +260,7 @@ def _inputs(function: relax.Function, target: Target, name: str) -> Iterator[Fin
 def _bytes(tensor: tuple[Sequence[int | str], str]) -> int:
     shape, dtype = tensor
     bits = tvm.DataType(dtype).bits
-    return (math.prod(shape) * bits + 7) // 8 if all(isinstance(d, int) for d in shape) else 0  # type: ignore[arg-type]
+    return (math.prod(shape) * bits + 7) // 8 if all(isinstance(d, int) for d in shape) else 0
 
 
 def _memory(mod: tvm.ir.IRModule, model: Model | None, target: Target) -> Iterator[Finding]:

@@ -55,6 +55,10 @@ def _line(op: str, target: Target, unit: str) -> Compatibility:
     if answer == "unknown" and row is None and named:
         row = next((r for r in named if r.supported == "yes"), named[0])
         answer = "conditional" if row.supported == "yes" else row.supported
+    elif answer == "no" and row is not None and row.dtypes and "*" in row.op:
+        # Only the type asked about was at fault: say so as a condition.
+        allowing = next((r for r in named if r.supported == "yes" and r.dtypes), None)
+        row, answer = (allowing, "conditional") if allowing is not None else (row, answer)
     restrictions = [r for r in named if r is not row and (r.supported != answer or r.dtypes)]
     if answer == "yes" and any(r.supported != "yes" for r in restrictions):
         answer = "conditional"

@@ -120,8 +120,8 @@ def load_target_file(path: str | Path) -> Target:
     Parameters
     ----------
     path : str or Path
-        TOML: ``name``, ``description``, ``family``, ``bandwidth`` with ``bandwidth_source``, ``tables`` (names
-        of shared files ``table_<name>.toml``), ``[cpu]``, ``[npu]`` and the arrays ``[[cluster]]``,
+        TOML: ``name``, ``description``, ``family``, ``bandwidth`` with ``bandwidth_source``, ``tables``
+        (names of shared files ``table_<name>.toml``), ``[cpu]``, ``[npu]`` and the arrays ``[[cluster]]``,
         ``[[bank]]``, ``[[precision]]``, ``[[capability]]``; keys are the fields of the dataclasses.
 
     Raises

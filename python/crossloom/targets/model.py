@@ -1,4 +1,4 @@
-"""What the library knows of a target: processors, banks, precision schemes, capability rows; all with sources."""
+"""What is known of a target: processors, banks, precision schemes, capability rows; all with sources."""
 
 from __future__ import annotations
 
@@ -459,7 +459,7 @@ class Target:
         """Return whether a unit of the target can run one call.
 
         A row that says no outweighs one that says yes, unless both are marked as conflicting: the answer is
-        then unknown.  A row about any operator can forbid, but for an NPU only a row about the operator itself
+        then unknown.  A row about any operator can forbid; for an NPU only one about the operator itself
         allows.
 
         Parameters
