@@ -34,6 +34,10 @@ _INDEXED = {
 _WEIGHTED = {"relax.matmul", "relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d"}
 
 
+#: A string is a dimension that is not known.
+Shape = Sequence[int | str]
+
+
 @dataclass(frozen=True)
 class Finding:
     """One thing a target cannot take, or may not.
@@ -201,7 +205,20 @@ def _judge(call: relax.Call, target: Target, unit: str, fixed: set[Any]) -> list
         # The type of the indices is not the type of the arithmetic.
         dtypes = [inputs[0][1]]
     options: dict[str, Any] = {"unit": unit, "features": features, "attrs": _attrs(call)}
-    return [(target.supports(call.op.name, dtype, *shapes, **options), dtype) for dtype in dtypes]
+    # Unknown dimensions are a finding of their own; here they must not hide what else is wrong with the call.
+    fixed_shapes = [tuple(d if isinstance(d, int) else 1 for d in shape) for shape in shapes]
+    answers = [(target.supports(call.op.name, dtype, *fixed_shapes, **options), dtype) for dtype in dtypes]
+    if fixed_shapes != shapes:
+        row = _dynamic_row(target, unit, dtypes[0], shapes)
+        answers += [(Support("no", row, unit), dtypes[0])] if row is not None else []
+    return answers
+
+
+def _dynamic_row(
+    target: Target, unit: str, dtype: str, shapes: Sequence[Sequence[int | str]]
+) -> Capability | None:
+    rows = target.rows("*", dtype, shapes, unit=unit)
+    return next((r for r in rows if "dynamic" in r.when.features and r.supported == "no"), None)
 
 
 def _finding(support: Support, dtype: str, target: Target, op: str, where: str, name: str) -> Finding | None:
@@ -210,7 +227,14 @@ def _finding(support: Support, dtype: str, target: Target, op: str, where: str, 
         return None
     code = _code(row)
     unit = support.unit
-    what = {"dtype": f"{op} of {dtype}", "op-unknown": f"{op} on the {unit}"}.get(code, op)
+    if code == "dynamic-shape":
+        op = ""
+    named = {
+        "dtype": f"{op} of {dtype}",
+        "op-unknown": f"{op} on the {unit}",
+        "dynamic-shape": "dynamic shapes",
+    }
+    what = named.get(code, op)
     if support.answer == "unknown":
         severity = "info" if unit == "npu" else "warning"
         code = "op-unknown" if row is None else "disputed"
@@ -237,8 +261,7 @@ def _inputs(function: relax.Function, target: Target, name: str) -> Iterator[Fin
     for param in function.params:
         for shape, dtype in _tensors(param):
             loose = [f"{axis} ({d})" for axis, d in enumerate(shape) if isinstance(d, str)]
-            rows = target.rows("*", dtype, (shape,), unit=unit) if loose else ()
-            row = next((r for r in rows if "dynamic" in r.when.features and r.supported == "no"), None)
+            row = _dynamic_row(target, unit, dtype, (shape,)) if loose else None
             if row is not None:
                 severity = "error" if unit == "cpu" else "warning"
                 what = f"input {param.name!r} is dynamic in dimension {', '.join(loose)}"

@@ -53,6 +53,32 @@ def test_dynamic_dimensions_are_named() -> None:
     assert on_chip and all(f.severity == "error" and f.code == "dynamic-shape" for f in on_chip)
 
 
+def test_dynamic_shapes_do_not_hide_what_else_is_wrong_nor_drown_it() -> None:
+    n = tvm.tirx.Var("n", "int64")
+    mod = module(lambda x: R.nn.relu(R.exp(R.exp(R.negative(x)))), ((n, 64), "float32"))
+    found = [(f.code, f.op, f.count) for f in lint(mod, get_target("rk3588")) if f.severity != "info"]
+    assert sorted(found) == [("dynamic-shape", "", 1), ("dynamic-shape", "", 4), ("op", "relax.exp", 2)]
+
+
+def test_rank_unknown_and_scalars() -> None:
+    ranks = module(R.nn.relu, ((4,), "float32"))
+    assert codes(lint(ranks, get_target("rk3588"))) == []
+    bb = relax.BlockBuilder()
+    x = relax.Var("x", TensorType(dtype="float32", ndim=-1))
+    with bb.function("main", [x]):
+        bb.emit_func_output(bb.emit(R.nn.relu(x)))
+    assert set(codes(lint(bb.get(), get_target("rk3588")))) == {"dynamic-shape"}
+    scalars = module(R.add, ((), "float32"), ((), "float32"))
+    assert codes(lint(scalars, get_target("rk3588"))) == ["rank"]
+
+
+def test_weights_derived_from_weights_are_weights() -> None:
+    mod = module(lambda x, w: R.matmul(x, R.permute_dims(w)), ((4, 8), "int8"), weights=[((16, 8), "int8")])
+    assert not any("runtime-weight" in f.why for f in lint(mod, get_target("imx93")))
+    mod = module(R.matmul, ((4, 8), "int8"), ((8, 16), "int8"))
+    assert any("runtime-weight" in f.why for f in lint(mod, get_target("imx93")))
+
+
 def test_rank_and_extent_on_the_ane() -> None:
     six = module(R.nn.relu, ((1, 2, 1, 2, 1, 2), "float16"))
     assert codes(lint(six, get_target("apple-m4"))) == ["rank"]
@@ -109,7 +135,9 @@ def test_casts_and_operators_without_a_lowering() -> None:
 
 def test_disputed_and_unknown_are_said() -> None:
     mod = module(R.nn.gelu, ((4, 4), "float16"))
-    assert codes(lint(mod, get_target("apple-m4")), info=True) == ["disputed"]
+    findings = lint(mod, get_target("apple-m4"))
+    assert codes(findings, info=True) == ["disputed"]
+    assert "aneforge" in findings[0].source and "Orion" in findings[0].source
     mod = module(lambda x: R.variance(x, [1]), ((4, 4), "float16"))
     (finding,) = lint(mod, get_target("apple-m4"))
     assert finding.code == "op-unknown" and finding.severity == "info"

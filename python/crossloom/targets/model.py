@@ -103,8 +103,8 @@ class Npu:
     tops: float
     cores: int
     source: str
-    converts: Mapping[str, str] = field(default_factory=dict)
-    options: Mapping[str, str] = field(default_factory=dict)
+    converts: Mapping[str, str] = field(default_factory=dict, hash=False)
+    options: Mapping[str, str] = field(default_factory=dict, hash=False)
     note: str = ""
 
 
@@ -189,7 +189,7 @@ class When:
     min_extent: int | None = None
     max_extent: int | None = None
     features: tuple[str, ...] = ()
-    attrs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    attrs: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     precision: tuple[str, ...] = ()
 
     def _shape_holds(self, shape: Sequence[int | str]) -> bool:
@@ -286,16 +286,21 @@ class Support:
     unit : str
     computed_in : str
         The type the unit computes in, where that is not the type asked for.
+    disputed : tuple of Capability
+        The rows that contradict each other, where that is why the answer is unknown.
     """
 
     answer: Answer
     row: Capability | Precision | None
     unit: str
     computed_in: str = ""
+    disputed: tuple[Capability, ...] = ()
 
     @property
     def source(self) -> str:
-        """Where the answer is from; empty when no row says anything."""
+        """Where the answer is from: each side's source in a dispute, empty when no row says anything."""
+        if self.disputed:
+            return " / ".join(f"{row.supported}: {row.source}" for row in self.disputed)
         return self.row.source if self.row is not None else ""
 
     def __bool__(self) -> bool:
@@ -491,7 +496,10 @@ class Target:
             op, computed or dtype, shapes, unit=unit, features=features, attrs=attrs, precision=precision
         )
         answer, row = _decide(op, unit, rows)
-        return Support(answer, row, unit, computed)
+        disputed = tuple(r for r in rows if r.confidence == "conflict")
+        return Support(
+            answer, row, unit, computed, disputed if row in disputed and answer == "unknown" else ()
+        )
 
 
 def _decide(op: str, unit: str, rows: Sequence[Capability]) -> tuple[Answer, Capability | None]:
