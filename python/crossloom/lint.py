@@ -17,6 +17,7 @@ from .targets.model import Capability, Support, Target
 FEATURES = {
     "dynamic": "some dimension of an argument or of the result is not known",
     "stepped": "a slice with a step other than one",
+    "scalar-input": "a 0-dimensional input of the function",
     "runtime-indices": "indices that are not constant",
     "runtime-exponent": "a power whose exponent is a computed tensor",
     "runtime-weight": "a convolution or matmul whose second argument is computed, not a weight",
@@ -256,7 +257,7 @@ def _finding(support: Support, dtype: str, target: Target, op: str, where: str, 
 
 
 def _inputs(function: relax.Function, target: Target, name: str) -> Iterator[Finding]:
-    """Name each dynamic dimension of each parameter, where the unit wants static shapes."""
+    """Name each parameter whose shape the unit does not take: dynamic dimensions, scalars."""
     unit = target.units[0]
     for param in function.params:
         for shape, dtype in _tensors(param):
@@ -278,6 +279,14 @@ def _inputs(function: relax.Function, target: Target, name: str) -> Iterator[Fin
                     row.remedy,
                     row.confidence,
                 )
+            if shape == ():
+                found = target.rows("*", dtype, (shape,), unit=unit, features=("scalar-input",))
+                for row in (r for r in found if "scalar-input" in r.when.features and r.supported == "no"):
+                    what = f"input {param.name!r} is a scalar"
+                    why = f"the {unit} of {target.name} does not take one; {row.effect}"
+                    severity = "error" if unit == "cpu" else "warning"
+                    place = (name, param.name, "", what, why, row.source, row.remedy, row.confidence)
+                    yield Finding(severity, "rank", *place)
 
 
 def _bytes(tensor: tuple[Sequence[int | str], str]) -> int:
