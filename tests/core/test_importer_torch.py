@@ -1,0 +1,195 @@
+"""from_torch against PyTorch itself; runs where PyTorch is installed."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import tvm
+from crossloom.errors import ToolchainMissing, UnsupportedModel, UsageError
+from crossloom.importers.torch import from_torch
+from tvm import relax
+
+
+def run(model, *inputs):
+    entry = next(iter(model.entries))
+    vm = relax.VirtualMachine(tvm.compile(model.mod, tvm.target.Target({"kind": "llvm"})), tvm.cpu())
+    out = vm[entry](*[tvm.runtime.tensor(v) for v in [*inputs, *model.entry_params(entry)]])
+    return [o.numpy() for o in out] if not hasattr(out, "numpy") else [out.numpy()]
+
+
+def check(module, *inputs, other=None, tolerance=1e-4, **options):
+    """Import with `inputs`, compare with PyTorch on `other` (by default the same)."""
+    import torch
+
+    module = module.eval()
+    model = from_torch(module, inputs, **options)
+    for args in [inputs, *(other or [])]:
+        with torch.no_grad():
+            wanted = module(*args)
+        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        got = run(model, *[a.numpy() for a in args])
+        assert len(got) == len(wanted)
+        for left, right in zip(got, wanted):
+            np.testing.assert_allclose(left, right.numpy(), atol=tolerance, rtol=tolerance)
+    return model
+
+
+def attention(**options):
+    import torch
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v, *mask):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, *mask, **options)
+
+    return Attention()
+
+
+def qkv(heads=4, kv=4, rows=5, columns=7):
+    import torch
+
+    torch.manual_seed(0)
+    return torch.randn(2, heads, rows, 8), torch.randn(2, kv, columns, 8), torch.randn(2, kv, columns, 8)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scale": 0.7}, {"is_causal": True}, {"scale": 0.1, "is_causal": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("lengths", [(5, 7), (7, 5), (6, 6)])
+def test_attention_options(options, lengths):
+    check(attention(**options), *qkv(rows=lengths[0], columns=lengths[1]))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("options", [{}, {"scale": 2.0}, {"is_causal": True}], ids=str)
+def test_grouped_heads(options):
+    check(attention(enable_gqa=True, **options), *qkv(heads=6, kv=2))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("shape", [(5, 7), (2, 1, 5, 7), (1, 4, 1, 7)], ids=str)
+def test_masks(shape):
+    import torch
+
+    q, k, v = qkv()
+    check(attention(scale=0.5), q, k, v, torch.randn(shape))
+    keep = torch.rand(shape) > 0.4
+    keep[..., 0, :] = False
+    check(attention(), q, k, v, keep)
+
+
+@pytest.mark.torch
+def test_llama_like_with_dynamic_length_and_tied_weights():
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(11, 16)
+            self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+            self.gate, self.up, self.down = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+            self.norm = nn.Parameter(torch.rand(16))
+            self.head = nn.Linear(16, 11, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids, mask):
+            x = self.embed(ids)
+            h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.norm
+            split = lambda y: y.view(1, y.shape[1], -1, 4).transpose(1, 2)
+            o = nn.functional.scaled_dot_product_attention(
+                split(self.q(h)), split(self.k(h)), split(self.v(h)), mask, scale=0.3, enable_gqa=True
+            )
+            x = x + o.transpose(1, 2).reshape(1, -1, 16)
+            return self.head(x + self.down(nn.functional.silu(self.gate(x)) * self.up(x)))
+
+    torch.manual_seed(1)
+    length = torch.export.Dim("T", min=2, max=64)
+    inputs = lambda n: (torch.arange(n)[None] % 11, torch.full((n, n), -1e9).triu(1)[None, None])
+    model = check(
+        Block(),
+        *inputs(6),
+        other=[inputs(9)],
+        dynamic_shapes={"ids": {1: length}, "mask": {2: length, 3: length}},
+    )
+    entry = model.entries["main"]
+    assert ("embed.weight" in model.params) != ("head.weight" in model.params), "tied weights are kept once"
+    assert len(entry.weights) == len(set(entry.weights)) == len(model.params)
+    assert list(entry.upper_bounds.values()) == [64]
+    assert int(model.mod["main"].attrs["num_input"]) == 2
+
+
+@pytest.mark.torch
+def test_vit_and_whisper_like_encoders():
+    import torch
+    from torch import nn
+
+    class Vision(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patch = nn.Conv2d(3, 16, 4, 4)
+            self.position = nn.Parameter(torch.randn(1, 9, 16))
+            self.norm, self.qkv, self.fc = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, image):
+            x = self.patch(image).flatten(2).transpose(1, 2) + self.position
+            q, k, v = self.qkv(self.norm(x)).view(1, 9, 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
+            x = x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(1, 9, 16)
+            return x + nn.functional.gelu(self.fc(x))
+
+    class Audio(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1, self.conv2 = nn.Conv1d(8, 16, 3, padding=1), nn.Conv1d(16, 16, 3, stride=2, padding=1)
+            self.register_buffer("position", torch.randn(5, 16))
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, mel):
+            x = (
+                nn.functional.gelu(self.conv2(nn.functional.gelu(self.conv1(mel)))).transpose(1, 2)
+                + self.position
+            )
+            h = self.layer(x).view(1, 5, 2, 8).transpose(1, 2)
+            return x + nn.functional.scaled_dot_product_attention(h, h, h).transpose(1, 2).reshape(
+                1, 5, 16
+            ), h
+
+    torch.manual_seed(2)
+    check(Vision(), torch.randn(1, 3, 12, 12), modality="image", entry="vision")
+    check(Audio(), torch.randn(1, 8, 10), modality="audio", entry="audio")
+
+
+@pytest.mark.torch
+def test_files_and_refusals(tmp_path):
+    import torch
+
+    module = torch.nn.Linear(3, 2)
+    program = torch.export.export(module, (torch.randn(4, 3),))
+    torch.export.save(program, tmp_path / "m.pt2")
+    x = torch.randn(4, 3)
+    for source in (program, tmp_path / "m.pt2"):
+        out = run(from_torch(source), x.numpy())[0]
+        np.testing.assert_allclose(out, module(x).detach().numpy(), atol=1e-5)
+    torch.save(module.state_dict(), tmp_path / "m.pt")
+    with pytest.raises(UsageError, match="runs code"):
+        from_torch(tmp_path / "m.pt")
+    (tmp_path / "bad.pt2").write_bytes(b"PK nonsense")
+    with pytest.raises(UnsupportedModel, match=r"bad\.pt2"):
+        from_torch(tmp_path / "bad.pt2")
+
+    class Odd(torch.nn.Module):
+        def forward(self, x):
+            return torch.linalg.svd(x)[0]
+
+    with pytest.raises(UnsupportedModel, match="svd"):
+        from_torch(Odd(), (torch.randn(3, 3),))
+
+
+def test_missing_torch_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ToolchainMissing, match=r"crossloom\[torch\]"):
+        from_torch("m.pt2")
