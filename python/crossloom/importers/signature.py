@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import tvm
@@ -12,12 +13,17 @@ from ..errors import UnsupportedModel
 from ..model import Entry, Model, TensorSpec
 
 
+def dimension_text(dim: tvm.ir.Expr) -> str:
+    """Spell a dimension without TVM's type marks: ``P + 1``, not ``P + T.int64(1)``."""
+    return re.sub(r"T\.int64\((-?\d+)\)", r"\1", str(dim))
+
+
 def dimension(dim: tvm.ir.Expr) -> int | str:
     """Return one dimension as `TensorSpec` spells it: an integer, or its expression such as ``"P + 1"``."""
     simple = Analyzer().simplify(dim)
     if isinstance(simple, tirx.IntImm):
         return int(simple.value)
-    return str(simple)
+    return dimension_text(simple)
 
 
 def tensor_spec(name: str, ty: tvm.ir.Type) -> TensorSpec:

@@ -7,6 +7,8 @@ from tvm import tirx
 from tvm.sym.analyzer import Analyzer
 from tvm.sym.pattern import detect_linear_equation
 
+from .signature import dimension_text
+
 Substitution = dict[tirx.Var, tvm.ir.Expr]
 
 
@@ -69,10 +71,6 @@ def _solve(difference: tvm.ir.Expr) -> tuple[tirx.Var, tvm.ir.Expr] | None:
     return None
 
 
-def _text(dim: tvm.ir.Expr) -> str:
-    return str(int(dim.value)) if isinstance(dim, tirx.IntImm) else str(dim)
-
-
 def unify(left: list[tvm.ir.Expr], right: list[tvm.ir.Expr], bound: Substitution) -> None:
     """Extend `bound` so that both shapes become equal.
 
@@ -98,7 +96,7 @@ def unify(left: list[tvm.ir.Expr], right: list[tvm.ir.Expr], bound: Substitution
         if isinstance(difference, tirx.IntImm):
             if int(difference.value) == 0:
                 continue
-            raise ShapeConflict(axis, _text(first), _text(second))
+            raise ShapeConflict(axis, dimension_text(first), dimension_text(second))
         if tvm.ir.is_prim_var(second) and not uses(first, second):
             pair = (second, first)
         elif tvm.ir.is_prim_var(first) and not uses(second, first):
@@ -106,10 +104,10 @@ def unify(left: list[tvm.ir.Expr], right: list[tvm.ir.Expr], bound: Substitution
         else:
             pair = _solve(difference)
         if pair is None:
-            raise ShapeConflict(axis, _text(first), _text(second))
+            raise ShapeConflict(axis, dimension_text(first), dimension_text(second))
         var, value = pair
         if isinstance(value, tirx.IntImm) and int(value.value) < 0:
-            raise ShapeConflict(axis, _text(first), _text(second))
+            raise ShapeConflict(axis, dimension_text(first), dimension_text(second))
         for other in list(bound):
             bound[other] = resolve(bound[other], {var: value})
         bound[var] = value
