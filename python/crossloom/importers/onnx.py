@@ -1,0 +1,223 @@
+"""ONNX -> Model, through TVM's frontend and with what it lacks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import tvm
+from tvm import relax, tirx
+
+from crossloom.errors import UnsupportedModel
+from crossloom.importers import onnx_check, onnx_convert
+from crossloom.importers.onnx_load import WEIGHT_TYPES, WIDENED, has_nan, load, read_tensor
+from crossloom.importers.onnx_quantized import fold_dequantize, fold_matmul_nbits
+from crossloom.importers.onnx_shapes import input_types
+from crossloom.model import Entry, Model, TensorSpec
+
+_INLINE_ELEMENTS = 4096
+
+
+def from_onnx(
+    source: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    *,
+    entry: str = "main",
+    input_shapes: Mapping[str, Sequence[int | str]] | None = None,
+    modality: str = "",
+    upper_bounds: Mapping[str, int] | None = None,
+) -> Model:
+    """Import an ONNX model.
+
+    Parameters
+    ----------
+    source : str, path, bytes or onnx.ModelProto
+        External data are read only for a path, and only from the model's own folder.
+    entry : str
+        Name of the Relax function.
+    input_shapes : mapping of str to sequence of int or str, optional
+        Shapes by input; fixes or names dynamic axes.
+    modality : str
+    upper_bounds : mapping of str to int, optional
+        Largest value of symbolic dimensions (elements).
+
+    Returns
+    -------
+    Model
+        Initializers become weights, except integers and scalars, which are inlined.  An initializer that is
+        also a graph input stays an input; its default is ``model.params[<input name>]``, a key that no
+        entry lists among its weights.
+
+    Raises
+    ------
+    UnsupportedModel
+        The model is broken or uses something without a converter; the message names it.
+    UsageError
+        The file is missing or `input_shapes` does not fit.
+    """
+    model, folder = load(source)
+    graph = model.graph
+    if model.functions:
+        try:
+            model = onnx.inliner.inline_local_functions(model)
+        except Exception as err:
+            raise UnsupportedModel(f"local functions cannot be inlined: {err}", "inline them") from err
+        graph = model.graph
+    opset = onnx_check.opset_of(model)
+    onnx_check.move_runtime_operators(graph)
+    onnx_check.check_values(graph)
+    onnx_check.check_operators(graph, onnx_convert.supported)
+    onnx_check.check_attributes(graph)
+    shapes = input_types(graph, input_shapes)
+    if input_shapes:
+        del graph.value_info[:]
+        for value in graph.output:
+            value.type.tensor_type.ClearField("shape")
+    onnx_check.check_graph(model)
+    constants, weights, defaults, nodes = _split(graph, folder, opset)
+    converted = onnx.GraphProto(name=graph.name)
+    converted.node.extend(nodes)
+    converted.input.extend(graph.input)
+    converted.output.extend(graph.output)
+    fn = onnx_convert.convert(converted, opset, shapes, constants, weights)
+    return _finish(fn, graph, weights, defaults, entry, modality, upper_bounds or {})
+
+
+def _split(
+    graph: onnx.GraphProto, folder: Path | None, opset: int
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray], list[onnx.NodeProto]]:
+    """Read the initializers and fold the nodes that only spell out a weight (Constant, Cast, DequantizeLinear)."""
+    inputs = {value.name for value in graph.input}
+    tensors: dict[str, np.ndarray] = {}
+    defaults: dict[str, np.ndarray] = {}
+    for tensor in graph.initializer:
+        array = read_tensor(tensor, folder)
+        (defaults if tensor.name in inputs else tensors)[tensor.name] = array
+    nodes = []
+    for node in graph.node:
+        folded = _fold(node, tensors, opset, folder)
+        if folded is None:
+            nodes.append(node)
+            continue
+        if has_nan(folded):
+            raise UnsupportedModel(f"tensor '{node.output[0]}': holds NaN", "the weights are damaged")
+        if node.op_type == "MatMulNBits":
+            name = node.input[1] if node.input[1] + ".dequantized" not in tensors else node.output[0]
+            tensors[name + ".dequantized"] = folded
+            nodes += _linear(node, name + ".dequantized")
+        else:
+            tensors[node.output[0]] = folded
+    used = {n for node in nodes for n in _reads(node)} | {o.name for o in graph.output}
+    constants, weights = {}, {}
+    for name, array in tensors.items():
+        if name not in used:
+            continue
+        small_int = array.dtype.kind in "iub" and array.dtype.itemsize >= 4 or array.dtype.kind == "b"
+        inline = array.ndim == 0 or array.size == 1 or (small_int and array.size <= _INLINE_ELEMENTS)
+        (constants if inline else weights)[name] = array
+    return constants, weights, defaults, nodes
+
+
+def _reads(node: onnx.NodeProto) -> list[str]:
+    names = list(node.input)
+    for attribute in node.attribute:
+        for nested in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+            names += [n for inner in nested.node for n in _reads(inner)] + [o.name for o in nested.output]
+    return names
+
+
+def _linear(node: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
+    """Spell MatMulNBits, its weight (N, K) now float, as Transpose, MatMul and Add."""
+    y = node.output[0]
+    make = onnx.helper.make_node
+    bias = node.input[5] if len(node.input) > 5 else ""
+    product = y + ".product" if bias else y
+    label = {"name": node.name or y}
+    out = [make("Transpose", [weight], [y + ".transposed"], perm=[1, 0], **label)]
+    out.append(make("MatMul", [node.input[0], y + ".transposed"], [product], **label))
+    if bias:
+        out.append(make("Add", [product, bias], [y], **label))
+    return out
+
+
+def _fold(
+    node: onnx.NodeProto, tensors: dict[str, np.ndarray], opset: int, folder: Path | None
+) -> np.ndarray | None:
+    where = onnx_check.describe(node)
+    attrs = {a.name: a for a in node.attribute}
+    if node.domain == "com.microsoft" and node.op_type == "MatMulNBits":
+        for index in range(1, len(node.input)):
+            if node.input[index] and node.input[index] not in tensors and index != 5:
+                raise UnsupportedModel(
+                    f"{where}: operand '{node.input[index]}' is not constant", "store it as an initializer"
+                )
+        plain = {a.name: a.i for a in node.attribute}
+        return fold_matmul_nbits(where, plain, [tensors.get(n) if n else None for n in node.input])
+    if node.domain not in ("", "ai.onnx"):
+        return None
+    if node.op_type == "Constant":
+        if "value" in attrs:
+            value = onnx.TensorProto()
+            value.CopyFrom(attrs["value"].t)
+            value.name = node.output[0]
+            return read_tensor(value, folder)
+        for name, dtype in (("value_int", "int64"), ("value_ints", "int64"), ("value_float", "float32")):
+            if name in attrs:
+                return np.asarray(onnx.helper.get_attribute_value(attrs[name]), dtype)
+        if "value_floats" in attrs:
+            return np.asarray(attrs["value_floats"].floats, "float32")
+        raise UnsupportedModel(f"{where}: its kind of value is not supported", "store a tensor")
+    if not node.input or any(n and n not in tensors for n in node.input):
+        return None
+    if node.op_type == "Identity":
+        return tensors[node.input[0]]
+    if node.op_type == "DequantizeLinear":
+        plain = {a.name: a.i for a in node.attribute}
+        return fold_dequantize(where, opset, plain, [tensors[n] if n else None for n in node.input])
+    if node.op_type == "Cast" and "to" in attrs and attrs["to"].i in WEIGHT_TYPES:
+        source = tensors[node.input[0]]
+        if attrs["to"].i not in WIDENED and source.dtype.kind != "f" or attrs["to"].i in (1, 10, 11, 16):
+            return source.astype(WEIGHT_TYPES[attrs["to"].i])
+    return None
+
+
+def _dims(ty: Any, name: str) -> tuple[int | str, ...]:
+    if ty.shape is None or not hasattr(ty.shape, "values"):
+        return tuple(f"{name}_d{i}" for i in range(max(ty.ndim, 0)))
+    return tuple(int(d) if isinstance(d, tirx.IntImm) else str(d) for d in ty.shape.values)
+
+
+def _finish(
+    fn: relax.Function,
+    graph: onnx.GraphProto,
+    weights: dict[str, np.ndarray],
+    defaults: dict[str, np.ndarray],
+    entry: str,
+    modality: str,
+    upper_bounds: Mapping[str, int],
+) -> Model:
+    """Drop unused weights from the function and describe its inputs and outputs."""
+    count = len(graph.input)
+    used = {v.name for v in relax.analysis.free_vars(fn.body)}
+    names = list(weights)
+    kept = [(n, v) for n, v in zip(names, fn.params[count:]) if n in used]
+    params = list(fn.params[:count]) + [v for _, v in kept]
+    fn = relax.Function(params, fn.body, fn.ret_ty, is_pure=bool(fn.is_pure))
+    fn = fn.with_attrs({"num_input": count, "global_symbol": entry})
+    mod = relax.transform.DeadCodeElimination([entry])(tvm.IRModule({entry: fn}))
+    ret = mod[entry].ret_ty
+    fields = list(ret.fields) if isinstance(ret, relax.TupleType) else [ret]
+    spec = lambda name, ty: TensorSpec(name, _dims(ty, name), str(ty.dtype))
+    described = Entry(
+        name=entry,
+        inputs=tuple(spec(v.name, p.ty) for v, p in zip(graph.input, params)),
+        outputs=tuple(spec(v.name, ty) for v, ty in zip(graph.output, fields)),
+        weights=tuple(n for n, _ in kept),
+        modality=modality,
+        upper_bounds=dict(upper_bounds),
+    )
+    values = {n: weights[n] for n, _ in kept} | defaults
+    return Model(mod, values, {entry: described}, {entry: modality} if modality else {}, graph.name or "model")
