@@ -8,7 +8,8 @@ Three stages under one seed:
 2. the audio tower learns which character sounds at each token, scored
    against the tied character embedding, so that speech arrives in the
    decoder in the letters' own space;
-3. everything together on answers, the two losses above kept as auxiliaries.
+3. everything together on answers, the two losses above kept as auxiliaries;
+   written questions first, then spoken ones among them.
 
 In stage 3 several questions about one image share its 36 prefix tokens in one
 sequence: a question sees the image and itself, and counts its positions from
@@ -25,17 +26,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from . import data, vocab
 from .config import CONFIG
 from .features import log_mel
 from .network import Shapes3
+
+Item = TypeVar("Item")
 
 IGNORE = -100
 _AUDIO_SLOT = -1  # placeholder id of an audio token in a packed row
@@ -96,9 +100,9 @@ def packed(rng: np.random.Generator, batch: int, texts: int, spoken: int) -> Bat
     asked = data.choose_questions(rng, answers, texts + spoken)
     prefix = CONFIG.vision_tokens
     said: list[str] = []
-    rows = []
+    rows: list[list[np.ndarray]] = []
     for row in range(batch):
-        ids, target, position, segment = [], [], [], []
+        parts: list[tuple[np.ndarray, ...]] = []
         for number, question in enumerate(asked[row]):
             if answers[row, question] < 0:
                 continue  # fewer answerable questions than asked for
@@ -112,11 +116,9 @@ def packed(rng: np.random.Generator, batch: int, texts: int, spoken: int) -> Bat
             part = np.concatenate([head, [vocab.SEP], answer])
             goal = np.full(len(part), IGNORE)
             goal[len(head) :] = np.concatenate([answer, [vocab.EOS]])
-            ids.append(part)
-            target.append(goal)
-            position.append(prefix + np.arange(len(part)))
-            segment.append(np.full(len(part), number + 1))
-        rows.append([np.concatenate(x) for x in (ids, target, position, segment)])
+            position = prefix + np.arange(len(part))
+            parts.append((part, goal, position, np.full(len(part), number + 1)))
+        rows.append([np.concatenate(column) for column in zip(*parts)])
     longest = max(len(row[0]) for row in rows)
 
     def pad(column: int, fill: int) -> np.ndarray:
@@ -126,20 +128,26 @@ def packed(rng: np.random.Generator, batch: int, texts: int, spoken: int) -> Bat
         return out
 
     image_part = np.tile(np.arange(prefix), (batch, 1))
-    position = np.concatenate([image_part, pad(2, 0)], axis=1)
+    positions = np.concatenate([image_part, pad(2, 0)], axis=1)
     segment = np.concatenate([np.zeros_like(image_part), pad(3, -1)], axis=1)
     total = prefix + longest
     causal = np.tril(np.ones((total, total), dtype=bool))
     same = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
-    mel, label = clips(rng, said) if said else (torch.zeros(0), torch.zeros(0))
+    # Without spoken questions a few clips keep the audio tower in step with the
+    # embedding it is scored by, which goes on learning.
+    mel, label = clips(rng, said or [str(text) for text in rng.choice(data.QUESTIONS, 8)])
+    image, kind, color, center = tensors
     return Batch(
-        *tensors,
-        mel,
-        label,
-        torch.from_numpy(pad(0, vocab.PAD)),
-        torch.from_numpy(pad(1, IGNORE)),
-        torch.from_numpy(position),
-        torch.from_numpy(causal & same)[:, None],
+        image=image,
+        patch_kind=kind,
+        patch_color=color,
+        patch_center=center,
+        log_mel=mel,
+        frame_label=label,
+        ids=torch.from_numpy(pad(0, vocab.PAD)),
+        target=torch.from_numpy(pad(1, IGNORE)),
+        position=torch.from_numpy(positions),
+        mask=torch.from_numpy(causal & same)[:, None],
     )
 
 
@@ -158,17 +166,18 @@ def audio_loss(model: Shapes3, features: Tensor, label: Tensor) -> Tensor:
     return F.cross_entropy(model.model.logits(features).flatten(0, 1), label.flatten())
 
 
-def answer_loss(model: Shapes3, heads: Heads, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+def answer_loss(
+    model: Shapes3, heads: Heads, batch: Batch, vision_weight: float
+) -> tuple[Tensor, dict[str, float]]:
     """Loss of stage 3 and numbers to print."""
     vision = model.projector(model.vision(batch.image))
     loss_v = vision_loss(heads, vision, batch.patch_kind, batch.patch_color, batch.patch_center)
     embeds = model.model.embed_tokens(batch.ids.clamp(min=0))
-    loss_a = torch.zeros(())
-    if len(batch.log_mel):
-        audio = model.audio(batch.log_mel)
-        loss_a = audio_loss(model, audio, batch.frame_label)
-        slots = (batch.ids == _AUDIO_SLOT).unsqueeze(-1).expand_as(embeds)
-        embeds = embeds.masked_scatter(slots, audio)
+    audio = model.audio(batch.log_mel)
+    loss_a = audio_loss(model, audio, batch.frame_label)
+    slots = batch.ids == _AUDIO_SLOT
+    if slots.any():
+        embeds = embeds.masked_scatter(slots.unsqueeze(-1).expand_as(embeds), audio)
     inputs = torch.cat((vision, embeds), dim=1)
     hidden, _, _ = model.model(inputs, batch.mask, batch.position)
     wanted = batch.target != IGNORE
@@ -182,15 +191,15 @@ def answer_loss(model: Shapes3, heads: Heads, batch: Batch) -> tuple[Tensor, dic
     starts = torch.cat((torch.zeros(1, dtype=torch.long), ends[:-1]))
     right = (wrong[ends] == wrong[starts]).float().mean()
     shown = {"answer": loss.item(), "right": right.item(), "vision": loss_v.item(), "audio": loss_a.item()}
-    return loss + 0.2 * loss_v + 0.2 * loss_a, shown
+    return loss + vision_weight * loss_v + 0.2 * loss_a, shown
 
 
-def ahead(make: Callable[[int], object], steps: int, depth: int = 6) -> Iterator[object]:
+def ahead(make: Callable[[int], Item], steps: int, depth: int = 6) -> Iterator[Item]:
     """Yield ``make(step)`` for each step, computed by a thread in advance.
 
     Each step has its own seed, so timing does not change the data.
     """
-    ready: queue.Queue[object] = queue.Queue(depth)
+    ready: queue.Queue[Item] = queue.Queue(depth)
 
     def work() -> None:
         for step in range(steps):
@@ -216,8 +225,8 @@ def stage(
     steps: int,
     lr: float,
     modules: list[nn.Module],
-    make: Callable[[int], object],
-    loss_of: Callable[[object], tuple[Tensor, dict[str, float]]],
+    make: Callable[[int], Item],
+    loss_of: Callable[[Item], tuple[Tensor, dict[str, float]]],
     after: Callable[[int], None] | None = None,
 ) -> None:
     """Run one stage: warm-up, cosine decay to 2 % of `lr`, clipped gradients."""
@@ -237,7 +246,7 @@ def stage(
         best.step()
         for key, value in shown.items():
             mean[key] = value if key not in mean else 0.95 * mean[key] + 0.05 * value
-        if (step + 1) % 100 == 0 or step + 1 == steps:
+        if (step + 1) % 50 == 0 or step + 1 == steps:
             text = "  ".join(f"{key} {value:.4f}" for key, value in mean.items())
             print(f"{name} {step + 1}/{steps}  {time.monotonic() - began:.0f} s  {text}", flush=True)
         if after is not None:
@@ -257,45 +266,39 @@ def train(args: argparse.Namespace) -> None:
     torch.set_flush_denormal(True)
     model, heads = Shapes3(CONFIG).train(), Heads()
     if args.resume is not None:
-        from safetensors.torch import load_file
-
-        missing = model.load_state_dict(
-            {k: v.float() for k, v in load_file(args.resume).items()}, strict=False
-        )
-        if missing.unexpected_keys:
-            raise SystemExit(f"{args.resume} has unknown tensors: {missing.unexpected_keys}")
+        model.load_state_dict({name: value.float() for name, value in load_file(args.resume).items()})
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
 
     def generator(number: int) -> Callable[[int], np.random.Generator]:
         return lambda step: np.random.default_rng((0x7241, args.seed, number, step))
 
-    def see(step: int) -> object:
+    def see(step: int) -> list[Tensor]:
         return images(generator(1)(step), 64)[1]
 
-    def vision_step(batch: object) -> tuple[Tensor, dict[str, float]]:
-        image, kind, color, center = batch  # type: ignore[misc]
+    def vision_step(batch: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        image, kind, color, center = batch
         loss = vision_loss(heads, model.projector(model.vision(image)), kind, color, center)
         return loss, {"vision": loss.item()}
 
-    def hear(step: int) -> object:
+    def hear(step: int) -> list[Tensor]:
         rng = generator(2)(step)
         return clips(rng, [str(text) for text in rng.choice(data.QUESTIONS, 32)])
 
-    def audio_step(batch: object) -> tuple[Tensor, dict[str, float]]:
-        mel, label = batch  # type: ignore[misc]
+    def audio_step(batch: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+        mel, label = batch
         loss = audio_loss(model, model.audio(mel), label)
         return loss, {"audio": loss.item()}
 
-    def ask(step: int) -> object:
+    def ask(step: int) -> Batch:
         # Text alone at first; speech joins once the letters mean something.
-        spoken = 0 if step < args.steps * args.text_first else 2
-        return packed(generator(3)(step), args.batch, 5 - spoken // 2, spoken)
+        spoken = 0 if step < args.steps * args.text_first else args.spoken
+        return packed(generator(3)(step), args.batch, 5 - spoken, spoken)
 
-    def answer_step(batch: object) -> tuple[Tensor, dict[str, float]]:
-        return answer_loss(model, heads, batch)  # type: ignore[arg-type]
+    def answer_step(batch: Batch) -> tuple[Tensor, dict[str, float]]:
+        return answer_loss(model, heads, batch, args.vision_weight)
 
     def checkpoint(step: int) -> None:
-        if (step + 1) % 500 == 0:
+        if (step + 1) % 250 == 0:
             save(model, args.output)
 
     vision_parts: list[nn.Module] = [model.vision, model.projector, heads]
@@ -319,6 +322,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="images a step in stage 3")
     parser.add_argument("--lr", type=float, default=1.5e-3, help="of stage 3")
     parser.add_argument("--text-first", type=float, default=0.3, help="share of stage 3 without speech")
+    parser.add_argument("--spoken", type=int, default=2, help="spoken questions an image, of five")
+    parser.add_argument("--vision-weight", type=float, default=0.2, help="of the patch labels in stage 3")
     train(parser.parse_args())
 
 
