@@ -220,4 +220,6 @@ def _finish(
         upper_bounds=dict(upper_bounds),
     )
     values = {n: weights[n] for n, _ in kept} | defaults
-    return Model(mod, values, {entry: described}, {entry: modality} if modality else {}, graph.name or "model")
+    return Model(
+        mod, values, {entry: described}, {entry: modality} if modality else {}, graph.name or "model"
+    )

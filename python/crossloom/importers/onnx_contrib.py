@@ -30,7 +30,13 @@ class Call:
     """
 
     def __init__(
-        self, where: str, bb: Any, inputs: list[Any], attrs: dict[str, Any], arrays: list[Any], outputs: list[str]
+        self,
+        where: str,
+        bb: Any,
+        inputs: list[Any],
+        attrs: dict[str, Any],
+        arrays: list[Any],
+        outputs: list[str],
     ) -> None:
         self.where, self.bb, self.inputs, self.attrs = where, bb, inputs, attrs
         self.arrays, self.outputs = arrays, outputs
@@ -62,8 +68,6 @@ def dtype_of(x: Any) -> str:
 
 def dims_of(x: Any) -> list[Any]:
     return [int(d) if hasattr(d, "value") else d for d in x.ty.shape.values]
-
-
 
 
 def _norm(c: Call, x: Any, gamma: Any, beta: Any, axis: int, default_eps: float, rms: bool) -> list[Any]:
@@ -121,7 +125,9 @@ def rotate(c: Call, x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
     half = dims_of(cos)[-1]
     r = 2 * half
     if r > dim:
-        raise UnsupportedModel(f"{c.where}: tables are wider than the head ({r} > {dim})", "correct cos_cache")
+        raise UnsupportedModel(
+            f"{c.where}: tables are wider than the head ({r} > {dim})", "correct cos_cache"
+        )
     cos, sin = (c.emit(op.expand_dims(t, 1)) for t in (cos, sin))
 
     def part(lo: int, hi: int, step: int = 1) -> Any:

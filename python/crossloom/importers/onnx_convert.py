@@ -29,8 +29,10 @@ def supported(domain: str, op_type: str) -> bool:
         return True
     if domain == "com.microsoft":
         return op_type in _FROM_TVM_MICROSOFT
-    return domain == "" and op_type not in _NOT_STANDARD and (
-        op_type in ("If", "Constant") or op_type in frontend._get_convert_map()
+    return (
+        domain == ""
+        and op_type not in _NOT_STANDARD
+        and (op_type in ("If", "Constant") or op_type in frontend._get_convert_map())
     )
 
 

@@ -215,8 +215,7 @@ def _with_external_bytes(tensor: TensorProto, folder: Path | None, size_bytes: i
         available = path.stat().st_size
         if offset + length > available:
             raise UnsupportedModel(
-                f"{name}: needs bytes {offset}..{offset + length} of '{location}', "
-                f"which ends at {available}",
+                f"{name}: needs bytes {offset}..{offset + length} of '{location}', which ends at {available}",
                 "the data file is truncated; copy it again",
             )
         with path.open("rb") as file:
