@@ -89,7 +89,7 @@ def from_onnx(
 def _split(
     graph: onnx.GraphProto, folder: Path | None, opset: int
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray], list[onnx.NodeProto]]:
-    """Read the initializers and fold the nodes that only spell out a weight (Constant, Cast, DequantizeLinear)."""
+    """Read the initializers and fold the nodes that only spell out a weight (Cast, DequantizeLinear)."""
     inputs = {value.name for value in graph.input}
     tensors: dict[str, np.ndarray] = {}
     defaults: dict[str, np.ndarray] = {}
@@ -110,15 +110,29 @@ def _split(
             nodes += _linear(node, name + ".dequantized")
         else:
             tensors[node.output[0]] = folded
+    for node in nodes:
+        _clamp_slice(node, tensors)
     used = {n for node in nodes for n in _reads(node)} | {o.name for o in graph.output}
     constants, weights = {}, {}
     for name, array in tensors.items():
         if name not in used:
             continue
-        small_int = array.dtype.kind in "iub" and array.dtype.itemsize >= 4 or array.dtype.kind == "b"
+        small_int = (array.dtype.kind in "iu" and array.dtype.itemsize >= 4) or array.dtype.kind == "b"
         inline = array.ndim == 0 or array.size == 1 or (small_int and array.size <= _INLINE_ELEMENTS)
         (constants if inline else weights)[name] = array
     return constants, weights, defaults, nodes
+
+
+def _clamp_slice(node: onnx.NodeProto, tensors: dict[str, np.ndarray]) -> None:
+    """Bring "to the end" (INT64_MAX) into 32 bits: TVM reads it as -1 and drops the last element."""
+    if node.op_type != "Slice":
+        return
+    limit = 2**31 - 1
+    for index in (1, 2):
+        name = node.input[index] if index < len(node.input) else ""
+        if name in tensors and np.any(np.abs(tensors[name].astype("float64")) > limit):
+            node.input[index] = name + ".clamped"
+            tensors[name + ".clamped"] = np.clip(tensors[name], -limit, limit)
 
 
 def _reads(node: onnx.NodeProto) -> list[str]:
@@ -179,7 +193,7 @@ def _fold(
         return fold_dequantize(where, opset, plain, [tensors[n] if n else None for n in node.input])
     if node.op_type == "Cast" and "to" in attrs and attrs["to"].i in WEIGHT_TYPES:
         source = tensors[node.input[0]]
-        if attrs["to"].i not in WIDENED and source.dtype.kind != "f" or attrs["to"].i in (1, 10, 11, 16):
+        if (attrs["to"].i not in WIDENED and source.dtype.kind != "f") or attrs["to"].i in (1, 10, 11, 16):
             return source.astype(WEIGHT_TYPES[attrs["to"].i])
     return None
 

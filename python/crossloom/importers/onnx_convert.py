@@ -1,4 +1,4 @@
-"""Drive TVM's ONNX frontend node by node, with our converters beside its own and errors that name the node."""
+"""Drive TVM's ONNX frontend node by node, with added converters and errors that name the node."""
 
 from __future__ import annotations
 

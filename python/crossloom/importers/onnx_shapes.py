@@ -198,7 +198,7 @@ def _apply_override(
 
 
 def _solvable(shapes: dict[str, list[Any]], symbols: Symbols) -> dict[str, list[Any]]:
-    """Replace expressions whose symbols no input carries alone: nothing would give them a value at run time."""
+    """Replace expressions whose symbols no input carries alone: nothing gives them a value at run time."""
     alone = {str(d) for dims in shapes.values() for d in dims if isinstance(d, tirx.Var)}
     for dims in shapes.values():
         for axis, dim in enumerate(dims):
