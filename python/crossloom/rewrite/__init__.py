@@ -1,0 +1,20 @@
+"""The rewriting driver every graph pass is built on."""
+
+from .composite import composite_attrs, composite_name, outline
+from .driver import Match, Rule, Site, apply_rules, limit_rewrites, pattern, rewrite_pass
+from .graph import Graph, children
+
+__all__ = [
+    "Graph",
+    "Match",
+    "Rule",
+    "Site",
+    "apply_rules",
+    "children",
+    "composite_attrs",
+    "composite_name",
+    "limit_rewrites",
+    "outline",
+    "pattern",
+    "rewrite_pass",
+]

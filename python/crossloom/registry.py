@@ -1,0 +1,169 @@
+"""The registry of passes: built-ins listed here, third parties through entry points.
+
+A module named in ``BUILTINS`` (or an entry point of the group ``crossloom.passes``) holds ``PASS``, a
+:class:`PassInfo`, or ``PASSES``, several.  The core imports none of them until one is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import tvm
+
+from .errors import UsageError
+from .numerics import REASSOCIATES, Numerics
+from .options import PassText, build_options
+
+#: Order in which data flows; a pipeline's passes are in this order.
+STAGES = ("canonicalize", "fuse", "quantize", "partition", "lower", "plan", "build")
+
+BUILTINS = (
+    "crossloom.passes.canonicalize_transformer",
+    "crossloom.passes.inline_composites",
+    "crossloom.passes.accumulate_matmul_fp32",
+    "crossloom.passes.schedule_cpu",
+)
+
+
+@dataclass(frozen=True)
+class PassInfo:
+    """What the library knows of a pass.
+
+    Attributes
+    ----------
+    name : str
+        kebab-case, as written in textual pipelines.
+    factory : callable
+        Keyword arguments are the fields of ``options`` (and ``target``, where it takes one); returns a TVM pass.
+    stage : str
+        One of ``STAGES``.
+    numerics : Numerics
+        What it may do to the numbers.
+    options : type or None
+        Frozen dataclass of options with defaults.
+    targets : tuple of str
+        Names of targets it is for; empty means any.
+    doc : str
+        One line.
+    """
+
+    name: str
+    factory: Callable[..., tvm.transform.Pass]
+    stage: str
+    numerics: Numerics
+    options: type | None = None
+    targets: tuple[str, ...] = ()
+    doc: str = ""
+
+    def __post_init__(self) -> None:
+        if self.stage not in STAGES:
+            raise UsageError(f"pass {self.name}: stage {self.stage!r} is not one of {', '.join(STAGES)}")
+
+    def option_names(self) -> tuple[str, ...]:
+        """Return the options' names as written in text."""
+        return tuple(f.name.replace("_", "-") for f in fields(self.options)) if self.options else ()
+
+    def make(self, options: Mapping[str, Any] | None = None, target: Any = None) -> tvm.transform.Pass:
+        """Build the pass from options given as values or text.
+
+        Raises
+        ------
+        UsageError
+            For an unknown option or a value of the wrong type.
+        """
+        kwargs = build_options(self.name, self.options, options or {})
+        if "target" in inspect.signature(self.factory).parameters:
+            kwargs["target"] = target
+        return self.factory(**kwargs)
+
+
+_passes: dict[str, PassInfo] = {}
+_loaded = False
+
+
+def register(info: PassInfo) -> PassInfo:
+    """Add a pass; a second one of the same name from another factory is refused."""
+    old = _passes.get(info.name)
+    if old is not None and old.factory.__qualname__ != info.factory.__qualname__:
+        raise UsageError(
+            f"two passes are named {info.name!r}: {old.factory.__qualname__}, {info.factory.__qualname__}"
+        )
+    _passes[info.name] = info
+    return info
+
+
+def _register_module(owner: Any) -> None:
+    if isinstance(owner, PassInfo):
+        register(owner)
+        return
+    if isinstance(owner, (list, tuple)):
+        for info in owner:
+            register(info)
+        return
+    for info in getattr(owner, "PASSES", None) or (owner.PASS,):
+        register(info)
+
+
+def _load() -> None:
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True
+    for name in BUILTINS:
+        _register_module(importlib.import_module(name))
+    for entry in importlib.metadata.entry_points(group="crossloom.passes"):
+        try:
+            _register_module(entry.load())
+        except Exception as error:
+            _loaded = False
+            raise UsageError(
+                f"plugin {entry.name!r} ({entry.value}) of group crossloom.passes does not load: {error}",
+                "mend or uninstall the package that provides it",
+            ) from error
+
+
+def _tvm_pass(name: str) -> PassInfo | None:
+    """``relax.Name`` is TVM's own Relax pass of that name, without options."""
+    factory = (
+        getattr(tvm.relax.transform, name.removeprefix("relax."), None) if name.startswith("relax.") else None
+    )
+    if factory is None or not callable(factory):
+        return None
+    doc = (inspect.getdoc(factory) or "").split("\n")[0]
+    return PassInfo(name, lambda: factory(), "lower", REASSOCIATES, doc=doc)
+
+
+def passes() -> dict[str, PassInfo]:
+    """Return all registered passes by name."""
+    _load()
+    return dict(_passes)
+
+
+def get_pass(name: str) -> PassInfo:
+    """Return the pass of that name; ``relax.Xxx`` names TVM's own.
+
+    Raises
+    ------
+    UsageError
+        With the closest names when there is none.
+    """
+    _load()
+    info = _passes.get(name) or _tvm_pass(name)
+    if info is None:
+        close = difflib.get_close_matches(name, _passes, n=3, cutoff=0.4)
+        raise UsageError(
+            f"unknown pass {name!r}",
+            f"did you mean {', '.join(close)}?" if close else "`tvmc passes` lists them",
+        )
+    return info
+
+
+def make_pass(text: PassText, target: Any = None) -> tvm.transform.Pass:
+    """Build one pass of a textual pipeline."""
+    return get_pass(text.name).make(dict(text.options), target)

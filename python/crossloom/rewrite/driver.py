@@ -1,0 +1,291 @@
+"""The rewriting driver: pattern -> legal -> worth -> replace over all functions of a module.
+
+Each rule sees every binding whose operator is one of its roots; a match is checked, weighed and either becomes
+a replacement or leaves a refusal in the ledger.  One index, one rewriting walk a function: linear in the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm
+from tvm import ir, relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from ..verdict import Verdict, accept, record, refuse
+from .graph import Graph, children
+
+
+@dataclass(frozen=True)
+class Match:
+    """A place where a rule's pattern holds.
+
+    Attributes
+    ----------
+    graph : Graph
+    root : relax.Var
+        The binding that will be replaced.
+    captures : dict of str to relax.Expr
+        Operands by the pattern's names; they stay.
+    interior : frozenset of relax.Var
+        Bindings that the replacement makes unnecessary, the root among them.
+    facts : dict of str to object
+        What the matcher found out (axes, epsilon, convention ...).
+    """
+
+    graph: Graph
+    root: relax.Var
+    captures: dict[str, relax.Expr]
+    interior: frozenset[relax.Var]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> relax.Expr:
+        return self.captures[name]
+
+
+class Site:
+    """Where a replacement is built: the module's builder, and the captures as they are after earlier rewrites.
+
+    A replacement may refer to captures only: what lay between them and the root is gone.
+
+    Attributes
+    ----------
+    builder : relax.BlockBuilder
+        Emits into the place of the root; ``add_func`` adds private functions (equal ones are shared).
+    """
+
+    def __init__(
+        self, match: Match, builder: relax.BlockBuilder, visit: Callable[[relax.Expr], relax.Expr]
+    ) -> None:
+        self.match, self.builder, self._visit = match, builder, visit
+
+    def __getitem__(self, name: str) -> relax.Expr:
+        return self._visit(self.match.captures[name])
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rewrite.
+
+    Attributes
+    ----------
+    name : str
+        Stands in verdicts.
+    roots : frozenset of str
+        Operator names (or composite names) of the bindings that can be a root.
+    match : callable (Graph, relax.Var) -> Match, Verdict or None
+        None where the pattern is not there; a refusing Verdict where it is there but cannot be proved.
+    legal : callable (Match) -> Verdict
+    worth : callable (Match) -> Verdict
+    replace : callable (Site) -> relax.Expr
+        The expression to stand in the root's place.
+    shared_interior : bool
+        Whether values inside the pattern may have users outside (they are then kept beside the replacement).
+    """
+
+    name: str
+    roots: frozenset[str]
+    match: Callable[[Graph, relax.Var], Match | Verdict | None]
+    replace: Callable[[Site], relax.Expr]
+    legal: Callable[[Match], Verdict] = lambda m: accept()
+    worth: Callable[[Match], Verdict] = lambda m: accept()
+    shared_interior: bool = False
+
+
+_limit: ContextVar[dict[str, int] | None] = ContextVar("crossloom_rewrite_limit", default=None)
+
+
+@contextmanager
+def limit_rewrites(limits: dict[str, int]) -> Iterator[None]:
+    """Let only the first ``limits[rule]`` candidates of a rule fire inside; used to bisect.
+
+    The refusals beyond carry the code ``held-back``.
+    """
+    token = _limit.set(dict(limits))
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+def pattern(dfp: Any, **captures: Any) -> Callable[[Graph, relax.Var], Match | None]:
+    """Return a matcher made from TVM's pattern language.
+
+    Parameters
+    ----------
+    dfp : tvm.relax.dpl.DFPattern
+        Pattern of the root.
+    captures : tvm.relax.dpl.DFPattern
+        Sub-patterns of ``dfp`` whose matched expressions are the operands.
+    """
+
+    def match(graph: Graph, root: relax.Var) -> Match | None:
+        found = dfp.extract_matched_expr(graph.value[root], graph.bindings)
+        if found is None:
+            return None
+        operands = {name: found[sub] for name, sub in captures.items()}
+        interior: set[relax.Var] = {root}
+        stops = [e for e in operands.values() if isinstance(e, relax.Var)]
+        stack = [graph.value[root]]
+        matched = {e for e in found.values() if isinstance(e, relax.Call)}
+        while stack:
+            expr = stack.pop()
+            for arg in expr.args if isinstance(expr, relax.Call) else ():
+                if isinstance(arg, relax.Var) and arg not in stops and arg not in interior:
+                    value = graph.value.get(arg)
+                    if value is not None and value in matched:
+                        interior.add(arg)
+                        stack.append(value)
+        return Match(graph, root, operands, frozenset(interior))
+
+    return match
+
+
+def _root_name(graph: Graph, var: relax.Var) -> str:
+    value = graph.value[var]
+    if not isinstance(value, relax.Call):
+        return ""
+    if isinstance(value.op, ir.Op):
+        return value.op.name
+    func = graph.callee(var)
+    if func is not None and func.attrs is not None and "Composite" in func.attrs:
+        return str(func.attrs["Composite"])
+    return ""
+
+
+def _judge(rule: Rule, match: Match, claimed: set[relax.Var]) -> Verdict:
+    graph = match.graph
+    for var in match.interior:
+        if var in claimed:
+            return refuse("claimed-by-earlier-rewrite", var.name)
+        if graph.scope[var] != graph.scope[match.root]:
+            return refuse("crosses-a-branch", var.name)
+        if not rule.shared_interior and var is not match.root:
+            outside = [u for u in graph.users.get(var, ()) if u not in match.interior]
+            if outside or var in graph.escapes:
+                return refuse(
+                    "intermediate-used-outside",
+                    var.name,
+                    "the value is read outside the pattern, so it has to exist anyway",
+                )
+    verdict = rule.legal(match)
+    if verdict.fired:
+        weighed = rule.worth(match)
+        if not weighed.fired or weighed.bytes_saved or weighed.macs or weighed.detail:
+            verdict = weighed
+    return verdict
+
+
+@mutator
+class _Rewriter(PyExprMutator):  # type: ignore[misc]
+    """Emits a function anew with replacements in place of their roots."""
+
+    def __init__(self, mod: ir.IRModule) -> None:
+        super().__init__(mod)
+        self.todo: dict[relax.Var, tuple[Rule, Match]] = {}
+        self.dead: set[relax.Var] = set()
+        self.root: relax.Var | None = None
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        if binding.var in self.dead:
+            return
+        outer, self.root = self.root, binding.var if binding.var in self.todo else None
+        super().visit_var_binding_(binding)
+        self.root = outer
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        if self.root is None:
+            return super().visit_call_(call)
+        (rule, match), self.root = self.todo[self.root], None
+        return rule.replace(Site(match, self.builder_, self.visit_expr))
+
+
+def _left_unused(graph: Graph, todo: dict[relax.Var, tuple[Rule, Match]]) -> set[relax.Var]:
+    """Return the dataflow bindings that only replaced roots (or each other) used.
+
+    One walk backwards; TVM's ``remove_all_unused`` takes quadratic time.  Bindings nobody used before stay.
+    """
+    needed: set[relax.Var] = set(graph.escapes)
+    dead: set[relax.Var] = set()
+    for var in reversed(graph.order):
+        if var not in needed and var in graph.users and var in graph.in_dataflow and var not in todo:
+            dead.add(var)
+            continue
+        operands = todo[var][1].captures.values() if var in todo else (graph.value[var],)
+        for expr in operands:
+            needed.update(leaf for leaf in children(expr) if isinstance(leaf, relax.Var))
+    return dead
+
+
+def apply_rules(mod: ir.IRModule, rules: Sequence[Rule]) -> ir.IRModule:
+    """Apply rules, in order of priority, to every Relax function; functions that are composites are left alone.
+
+    Parameters
+    ----------
+    mod : tvm.ir.IRModule
+    rules : sequence of Rule
+        An earlier rule's replacement claims its bindings; later rules cannot match them.
+
+    Returns
+    -------
+    tvm.ir.IRModule
+        The same object when nothing fired.
+    """
+    limits = _limit.get()
+    seen: dict[str, int] = {}
+    work: list[tuple[ir.GlobalVar, Graph, dict[relax.Var, tuple[Rule, Match]]]] = []
+    for gvar, func in mod.functions_items():
+        if not isinstance(func, relax.Function) or (func.attrs is not None and "Composite" in func.attrs):
+            continue
+        graph = Graph(gvar.name_hint, func, mod)
+        by_root: dict[str, list[relax.Var]] = {}
+        for var in graph.order:
+            name = _root_name(graph, var)
+            if name:
+                by_root.setdefault(name, []).append(var)
+        claimed: set[relax.Var] = set()
+        todo: dict[relax.Var, tuple[Rule, Match]] = {}
+        for rule in rules:
+            roots = sorted(
+                (v for r in rule.roots for v in by_root.get(r, ())), key=graph.position.__getitem__
+            )
+            for var in roots:
+                found = rule.match(graph, var)
+                if found is None:
+                    continue
+                verdict = found if isinstance(found, Verdict) else _judge(rule, found, claimed)
+                if verdict.fired and limits is not None and rule.name in limits:
+                    if seen.get(rule.name, 0) >= limits[rule.name]:
+                        verdict = refuse("held-back", detail="held back while bisecting")
+                    seen[rule.name] = seen.get(rule.name, 0) + 1
+                record(verdict.at(rule.name, graph.name, var.name))
+                if verdict.fired and isinstance(found, Match):
+                    claimed |= found.interior
+                    todo[var] = (rule, found)
+        if todo:
+            work.append((gvar, graph, todo))
+    if not work:
+        return mod
+    rewriter = _Rewriter(mod)
+    for gvar, graph, todo in work:
+        rewriter.todo, rewriter.dead = todo, _left_unused(graph, todo)
+        rewriter.builder_.update_func(gvar, rewriter.visit_expr(graph.func))
+    out = rewriter.builder_.get()
+    return out.with_attrs(mod.attrs) if mod.attrs else out
+
+
+def rewrite_pass(name: str, rules: Sequence[Rule]) -> tvm.transform.Pass:
+    """Return a TVM module pass that applies rules and checks that what comes out is well-formed."""
+
+    @tvm.transform.module_pass(opt_level=0, name=name)
+    def transform(mod: ir.IRModule, ctx: tvm.transform.PassContext) -> ir.IRModule:
+        out = apply_rules(mod, rules)
+        if out is not mod:
+            relax.analysis.well_formed(out)
+        return out
+
+    return transform

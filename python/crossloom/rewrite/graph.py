@@ -1,0 +1,129 @@
+"""An index of one Relax function: who defines what, who uses it, in which order; built in one walk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tvm import ir, relax
+
+
+def children(value: relax.Expr) -> Iterator[relax.Expr]:
+    """Yield the leaf operands of a normalized binding value, tuples and nested calls opened."""
+    stack = [value]
+    while stack:
+        expr = stack.pop()
+        if isinstance(expr, relax.Call):
+            stack.extend(
+                reversed([*expr.args, expr.op] if isinstance(expr.op, relax.Var) else list(expr.args))
+            )
+        elif isinstance(expr, relax.Tuple):
+            stack.extend(reversed(list(expr.fields)))
+        elif isinstance(expr, relax.TupleGetItem):
+            stack.append(expr.tuple_value)
+        elif isinstance(expr, relax.If):
+            stack.append(expr.cond)
+        else:
+            yield expr
+
+
+class Graph:
+    """Definitions, users and order of a function's bindings, nested blocks (``if`` branches) included.
+
+    Attributes
+    ----------
+    name : str
+        The function's name in its module.
+    func : relax.Function
+    mod : tvm.ir.IRModule
+        The module the function is in, for following calls.
+    order : list of relax.Var
+        Bound variables in program order.
+    value : dict of relax.Var to relax.Expr
+    users : dict of relax.Var to list of relax.Var
+        Variables whose values use it; the function's or a branch's result does not appear here.
+    escapes : set of relax.Var
+        Variables used by a result (of the function, of a branch, of an inner function).
+    """
+
+    def __init__(self, name: str, func: relax.Function, mod: ir.IRModule) -> None:
+        self.name, self.func, self.mod = name, func, mod
+        self.order: list[relax.Var] = []
+        self.position: dict[relax.Var, int] = {}
+        self.value: dict[relax.Var, relax.Expr] = {}
+        self.users: dict[relax.Var, list[relax.Var]] = {}
+        self.escapes: set[relax.Var] = set()
+        self.scope: dict[relax.Var, int] = {}
+        self.in_dataflow: set[relax.Var] = set()
+        self._scopes = 0
+        self._map: object | None = None
+        self._walk(func.body)
+
+    @property
+    def bindings(self) -> object:
+        """The TVM map from variable to value, for TVM's own pattern matcher."""
+        if self._map is None:
+            self._map = relax.analysis.get_var2val(self.func)
+        return self._map
+
+    def _walk(self, body: relax.Expr) -> None:
+        scope = self._scopes
+        self._scopes += 1
+        if not isinstance(body, relax.SeqExpr):
+            self._escape(body)
+            return
+        for block in body.blocks:
+            for binding in block.bindings:
+                self._bind(binding.var, binding.value, scope)
+                if isinstance(block, relax.DataflowBlock):
+                    self.in_dataflow.add(binding.var)
+        self._escape(body.body)
+
+    def _escape(self, expr: relax.Expr) -> None:
+        for leaf in children(expr):
+            if isinstance(leaf, relax.Var):
+                self.escapes.add(leaf)
+
+    def _bind(self, var: relax.Var, value: relax.Expr, scope: int) -> None:
+        self.position[var] = len(self.order)
+        self.order.append(var)
+        self.value[var], self.scope[var] = value, scope
+        for leaf in children(value):
+            if isinstance(leaf, relax.Var):
+                self.users.setdefault(leaf, []).append(var)
+        if isinstance(value, relax.If):
+            self._walk(value.true_branch)
+            self._walk(value.false_branch)
+        elif isinstance(value, relax.Function):
+            self._walk(value.body)
+            self.escapes.update(relax.analysis.free_vars(value))
+
+    def resolve(self, expr: relax.Expr) -> relax.Expr:
+        """Return what ``expr`` was bound to (through plain ``a = b``), or ``expr`` itself for a parameter."""
+        while isinstance(expr, relax.Var) and expr in self.value:
+            expr = self.value[expr]
+        return expr
+
+    def op(self, expr: relax.Expr) -> str:
+        """Return the operator name of the call ``expr`` is bound to, ``""`` when it is not an operator call."""
+        call = self.resolve(expr)
+        return call.op.name if isinstance(call, relax.Call) and isinstance(call.op, ir.Op) else ""
+
+    def call(self, expr: relax.Expr, *ops: str) -> relax.Call | None:
+        """Return the call that ``expr`` is bound to when its operator is one of ``ops``."""
+        return self.resolve(expr) if self.op(expr) in ops else None  # type: ignore[return-value]
+
+    def callee(self, expr: relax.Expr) -> relax.Function | None:
+        """Return the private Relax function that ``expr`` is the result of calling, if it is one."""
+        call = self.resolve(expr)
+        if (
+            isinstance(call, relax.Call)
+            and isinstance(call.op, ir.GlobalVar)
+            and call.op in self.mod.functions
+        ):
+            func = self.mod[call.op]
+            return func if isinstance(func, relax.Function) else None
+        return None
+
+    def uses(self, var: relax.Var) -> int:
+        """Return how many binding values use ``var``, plus one if it escapes."""
+        return len(set(self.users.get(var, ()))) + (var in self.escapes)
