@@ -15,7 +15,7 @@ LLVM = tvm.target.Target({"kind": "llvm"})
 
 
 def linear(weight: np.ndarray, *, rows="n", x="x", y="y", modality="", twice=False, bounds=None) -> Model:
-    """Return a part ``y = tanh(x @ w)`` (or ``(y, x)`` with `twice`), calling a private function ``helper``."""
+    """Return a part ``y = tanh(x @ w)``, or ``(y, x)`` with `twice`; tanh is a private function."""
     bb = relax.BlockBuilder()
     n = tirx.Var(rows, "int64") if isinstance(rows, str) else rows
     k, m = weight.shape

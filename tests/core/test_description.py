@@ -38,7 +38,7 @@ def test_wrong_descriptions_name_key_and_file(tmp_path: Path, text: str, message
     (tmp_path / "a.onnx").write_bytes(b"x")
     file = tmp_path / "m.toml"
     file.write_text(text)
-    with pytest.raises(UsageError, match="m.toml") as caught:
+    with pytest.raises(UsageError, match=r"m\.toml") as caught:
         load_description(file)
     assert message in str(caught.value)
 

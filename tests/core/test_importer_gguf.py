@@ -1,4 +1,4 @@
-"""from_gguf: blocks against the specification and gguf's own code, decoders against numpy, damaged files refused."""
+"""from_gguf: blocks against gguf's own code, decoders against numpy, damaged files refused."""
 
 from __future__ import annotations
 

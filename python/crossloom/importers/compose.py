@@ -1,7 +1,7 @@
 """Stitch imported parts (vision, audio, projector, embedding, decoder) into one module of several entries.
 
-An entry is a chain of parts inlined into one function body, so that passes see across the seam between, say, a
-vision tower and its projector.  Weights with the same bytes are kept once, whatever part they came from.
+An entry is a chain of parts inlined into one function body, so that passes see across the seam between, say,
+a vision tower and its projector.  Weights with the same bytes are kept once, whatever part they came from.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def compose(
 ) -> Model:
     """Stitch parts into one model.
 
-    Each part after the first takes the outputs of the parts before it: by name where one has the name of an input
-    (the nearest part wins), else by position from the part just before.  Inputs nothing feeds become inputs of
-    the entry.  The entry returns what its last part returns.
+    Each part after the first takes the outputs of the parts before it: by name where one has the name of an
+    input (the nearest part wins), else by position from the part just before.  Inputs nothing feeds become
+    inputs of the entry.  The entry returns what its last part returns.
 
     Parameters
     ----------
@@ -97,8 +97,8 @@ def compose(
         for key, value in entries.items()
     }
     picked = {key: [_pick(parts, key, item) for item in chain.parts] for key, chain in chains.items()}
-    for key, chain in picked.items():
-        if not chain:
+    for key, items in picked.items():
+        if not items:
             raise UsageError(f"entry {key!r} has no parts", f"name some of: {', '.join(sorted(parts))}")
     tags = _modalities(parts, modalities or {})
     shared, params = _share_weights(parts, picked)
@@ -178,7 +178,7 @@ def _share_weights(
                 array = parts[part].params[weight]
                 if id(array) not in digests:
                     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-                    digests[id(array)] = hashlib.sha256(flat).hexdigest()
+                    digests[id(array)] = hashlib.sha256(flat.tobytes()).hexdigest()
                 ident = (str(array.dtype), tuple(array.shape), digests[id(array)])
                 groups.setdefault(ident, []).append((part, weight))
     names: dict[tuple[str, str], str] = {}
@@ -284,7 +284,10 @@ def _fit(producer: _Step, output: int, consumer: _Step, position: int, bound: Su
     """Unify one output with one input, or say which two do not fit."""
     given, taken = output_types(producer.function)[output], consumer.inputs[position].ty
     left, right = producer.entry.outputs[output], consumer.entry.inputs[position]
-    sides = f"output {_told(left)} of part {producer.part!r} does not fit input {_told(right)} of part {consumer.part!r}"
+    sides = (
+        f"output {_told(left)} of part {producer.part!r} does not fit "
+        f"input {_told(right)} of part {consumer.part!r}"
+    )
     if str(given.dtype) != str(taken.dtype):
         raise UnsupportedModel(
             f"{sides}: dtype {given.dtype} against {taken.dtype}", "export both with one dtype"
@@ -336,7 +339,8 @@ def _inline(
     params = [var for _, var in inputs] + list(weights.values())
     pure = all(bool(step.function.is_pure) for step in steps)
     bounds = _separate_symbols(steps, bound)
-    # bind_symbolic_vars wants every variable defined by a parameter: shadows of the fed ones stand in meanwhile.
+    # bind_symbolic_vars wants every variable defined by a parameter: shadows of the fed ones stand in
+    # meanwhile.
     shadows = [relax.Var("shadow", var.ty) for step in steps for var in step.inputs] if bound else []
     body = relax.SeqExpr(blocks, last.function.body.body)
     function = relax.Function([*params, *shadows], body, last.function.ret_ty, is_pure=pure)
@@ -372,10 +376,11 @@ def _output(step: _Step, index: int) -> tvm.ir.Expr:
 
 
 def _separate_symbols(steps: Sequence[_Step], bound: Substitution) -> dict[str, int]:
-    """Rename unbound symbolic dimensions that two parts happen to call the same; return the parts' upper bounds.
+    """Rename unbound symbolic dimensions that two parts happen to call the same; return the parts' upper
+    bounds.
 
-    Names are shared within an entry, but ``n`` of one part is not ``n`` of another unless a tensor passed between
-    them says so.
+    Names are shared within an entry, but ``n`` of one part is not ``n`` of another unless a tensor passed
+    between them says so.
     """
     taken: set[str] = set()
     bounds: dict[str, int] = {}

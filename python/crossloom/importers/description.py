@@ -25,7 +25,7 @@ from .compose import Chain, compose
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
 
 MODALITIES = ("", "image", "audio", "text")
 

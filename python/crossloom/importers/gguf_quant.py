@@ -1,8 +1,8 @@
 """Dequantize GGUF blocks to float32, bit for bit as ggml's reference routines do.
 
 Blocks of 32 values, from ggml's specification: Q8_0 is ``f16 d, i8 q[32]``, value ``d q``; Q4_0 is ``f16 d,
-u8 q[16]``, value ``d (q - 8)``; Q4_1 is ``f16 d, f16 m, u8 q[16]``, value ``d q + m``.  The low nibbles of the
-sixteen bytes are values 0 to 15 of the block, the high nibbles values 16 to 31.
+u8 q[16]``, value ``d (q - 8)``; Q4_1 is ``f16 d, f16 m, u8 q[16]``, value ``d q + m``.  The low nibbles of
+the sixteen bytes are values 0 to 15 of the block, the high nibbles values 16 to 31.
 """
 
 from __future__ import annotations

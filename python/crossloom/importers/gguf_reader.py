@@ -1,7 +1,7 @@
 """Read GGUF files (versions 2 and 3): metadata and tensors, every length checked against the file.
 
-Layout: magic, version, counts, key-value pairs, tensor infos, padding, tensor data.  Written from the format's
-specification (ggml, docs/gguf.md).
+Layout: magic, version, counts, key-value pairs, tensor infos, padding, tensor data.  Written from the
+format's specification (ggml, docs/gguf.md).
 """
 
 from __future__ import annotations

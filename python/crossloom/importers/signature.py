@@ -1,4 +1,4 @@
-"""Read the signature of a Relax entry function: specs, symbolic dimensions, what disagrees with an `Entry`."""
+"""Read the signature of a Relax entry function; check it against its `Entry`."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def check_entry(model: Model, name: str, where: str = "") -> relax.Function:
     wanted = len(entry.inputs) + len(entry.weights)
     if len(function.params) != wanted:
         raise UnsupportedModel(
-            f"function {name!r} of {where!r} takes {len(function.params)} parameters, its entry lists {wanted}",
+            f"function {name!r} of {where!r} takes {len(function.params)} parameters, "
+            f"its entry lists {wanted}",
             "list every input and every weight of the function, in order",
         )
     if len(output_types(function)) != len(entry.outputs):

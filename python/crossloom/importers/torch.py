@@ -1,7 +1,7 @@
 """Import PyTorch programs through torch.export, by TVM's translator and our own attention.
 
-TVM 0.27 reads ``scale=`` and ``enable_gqa=`` of scaled_dot_product_attention wrongly, without an error; attention
-is translated here instead, from PyTorch's definition.
+TVM 0.27 reads ``scale=`` and ``enable_gqa=`` of scaled_dot_product_attention wrongly, without an error;
+attention is translated here instead, from PyTorch's definition.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _program(torch: Any, module: Any, args: Any, dynamic_shapes: Any, kwargs: An
             raise UsageError(f"no file {str(path)!r}", "give the path of a .pt2 written by torch.export.save")
         if path.suffix != ".pt2":
             raise UsageError(
-                f"{str(path)!r} is not a .pt2 file; a pickled checkpoint runs code when read and is not opened",
+                f"{str(path)!r} is not a .pt2 file; a pickled checkpoint runs code when read: not opened",
                 "export the module with torch.export.export and torch.export.save",
             )
         try:

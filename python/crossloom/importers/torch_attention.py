@@ -1,8 +1,9 @@
 """Translate scaled_dot_product_attention as PyTorch defines it.
 
 ``softmax(q k^T * scale + mask) v`` over ``(..., heads, seq, dim)``; ``scale`` defaults to ``1/sqrt(dim)``;
-``is_causal`` is aligned top-left whatever the two lengths; a boolean mask keeps where true, and a row that keeps
-nothing gives zeros; with ``enable_gqa`` query head ``i`` reads key/value head ``i // (heads / kv_heads)``.
+``is_causal`` is aligned top-left whatever the two lengths; a boolean mask keeps where true, and a row that
+keeps nothing gives zeros; with ``enable_gqa`` query head ``i`` reads key/value head ``i // (heads /
+kv_heads)``.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def convert_attention(node: Any, importer: Any) -> relax.Var:
         fused = emit(op.nn.attention(*moved, bias=mask, scale=tirx.FloatImm("float32", scale)))
         return emit(op.permute_dims(fused, [0, 2, 1, 3]))
 
-    # A masked score must vanish even beside a huge one, so it is minus infinity; rows with nothing left are zeroed.
+    # A masked score must vanish even beside a huge one, so it is minus infinity; rows with nothing left are
+    # zeroed.
     dtype = str(query.ty.dtype)
     scores = emit(op.matmul(query, emit(op.permute_dims(key, [0, 1, 3, 2]))))
     scores = emit(op.multiply(scores, relax.const(scale, dtype)))

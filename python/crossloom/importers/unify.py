@@ -1,4 +1,4 @@
-"""Unify the shapes of two tensors: which symbolic dimensions must be what for one to be passed as the other."""
+"""Unify two shapes: what symbolic dimensions must be for one tensor to be passed as the other."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def unify(left: list[tvm.ir.Expr], right: list[tvm.ir.Expr], bound: Substitution
     Raises
     ------
     ShapeConflict
-        When ranks differ, two dimensions differ by a constant, or equality cannot be established by giving one
-        variable a value.
+        When ranks differ, two dimensions differ by a constant, or equality cannot be established by giving
+        one variable a value.
     """
     if len(left) != len(right):
         raise ShapeConflict(-1, f"rank {len(left)}", f"rank {len(right)}")
