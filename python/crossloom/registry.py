@@ -24,9 +24,9 @@ from .options import PassText, build_options
 STAGES = ("canonicalize", "fuse", "quantize", "partition", "lower", "plan", "build")
 
 BUILTINS = (
-    "crossloom.passes.canonicalize_transformer",
     "crossloom.passes.inline_composites",
     "crossloom.passes.accumulate_matmul_fp32",
+    "crossloom.passes.legalize_ops",
     "crossloom.passes.schedule_cpu",
 )
 
@@ -91,9 +91,7 @@ def register(info: PassInfo) -> PassInfo:
     """Add a pass; a second one of the same name from another factory is refused."""
     old = _passes.get(info.name)
     if old is not None and old.factory.__qualname__ != info.factory.__qualname__:
-        raise UsageError(
-            f"two passes are named {info.name!r}: {old.factory.__qualname__}, {info.factory.__qualname__}"
-        )
+        raise UsageError(f"two passes are named {info.name!r}: {old.factory.__qualname__}, {info.factory.__qualname__}")
     _passes[info.name] = info
     return info
 
@@ -114,9 +112,9 @@ def _load() -> None:
     global _loaded
     if _loaded:
         return
-    _loaded = True
     for name in BUILTINS:
         _register_module(importlib.import_module(name))
+    _loaded = True
     for entry in importlib.metadata.entry_points(group="crossloom.passes"):
         try:
             _register_module(entry.load())
@@ -130,9 +128,7 @@ def _load() -> None:
 
 def _tvm_pass(name: str) -> PassInfo | None:
     """``relax.Name`` is TVM's own Relax pass of that name, without options."""
-    factory = (
-        getattr(tvm.relax.transform, name.removeprefix("relax."), None) if name.startswith("relax.") else None
-    )
+    factory = getattr(tvm.relax.transform, name.removeprefix("relax."), None) if name.startswith("relax.") else None
     if factory is None or not callable(factory):
         return None
     doc = (inspect.getdoc(factory) or "").split("\n")[0]

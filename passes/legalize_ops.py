@@ -1,0 +1,64 @@
+"""Lower Relax operators to TIR, naming the operator and the binding when TVM cannot.
+
+Numerics: reassociates (TVM chooses the order of reductions).  Linear in the module's size.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import ir, relax
+
+from crossloom.errors import UnsupportedModel
+from crossloom.numerics import REASSOCIATES
+from crossloom.registry import PassInfo
+from crossloom.rewrite import Graph
+
+
+def _culprit(mod: ir.IRModule) -> tuple[str, str, str]:
+    """Return function, variable and operator of the first binding that does not legalize by itself."""
+    for gvar, func in mod.functions_items():
+        if not isinstance(func, relax.Function):
+            continue
+        graph = Graph(gvar.name_hint, func, mod)
+        for var in graph.order:
+            op = graph.op(var)
+            call = graph.value[var]
+            if not op or any(not isinstance(a, relax.Expr) for a in call.args):
+                continue
+            params = {leaf: leaf for leaf in call.args if isinstance(leaf, relax.Var)}
+            builder = relax.BlockBuilder()
+            try:
+                with builder.function("probe", list(params)):
+                    builder.emit_func_output(builder.emit(call))
+                relax.transform.LegalizeOps()(builder.get())
+            except Exception:
+                return gvar.name_hint, var.name, op
+    return "", "", ""
+
+
+def LegalizeOps() -> tvm.transform.Pass:
+    """Return TVM's LegalizeOps with errors that say where.
+
+    Raises
+    ------
+    UnsupportedModel
+        When run, naming function, binding and operator.
+    """
+    inner = relax.transform.LegalizeOps()
+
+    @tvm.transform.module_pass(opt_level=0, name="legalize-ops")
+    def run(mod: ir.IRModule, ctx: tvm.transform.PassContext) -> ir.IRModule:
+        try:
+            return inner(mod)
+        except Exception as error:
+            function, var, op = _culprit(mod)
+            last = str(error).strip().splitlines()[-1]
+            raise UnsupportedModel(
+                f"{op or 'an operator'} (binding {var!r} of function {function!r}) cannot be lowered to TIR: {last}",
+                "check its dtypes and shapes, or rewrite it in operators TVM can lower",
+            ) from error
+
+    return run
+
+
+PASS = PassInfo("legalize-ops", LegalizeOps, "lower", REASSOCIATES, doc="operators to TIR, with errors that say where")

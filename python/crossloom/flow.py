@@ -1,0 +1,142 @@
+"""Pipelines: one commented, ordered list of passes a target, their text form, and the hook by which TVM finds them.
+
+``tvm.compile(mod, target, relax_pipeline=crossloom.pipeline("rk3588"))`` runs the whole flow;
+``relax_pipeline="crossloom"`` does the same for the target TVM was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from .errors import UsageError
+from .options import PassText, format_pipeline, parse_pipeline
+from .registry import PassInfo, get_pass
+
+#: From a graph to scheduled TIR on any CPU.  Order matters where a comment says so.
+CPU: tuple[str, ...] = (
+    # Composites nobody claimed become plain operators again: before anything that walks operators.
+    "inline-composites",
+    # Before legalization, which fixes the accumulator's dtype.
+    "accumulate-matmul-fp32",
+    # Operators to TIR, then fusion of what is next to each other: TVM's CPU default leaves this out.
+    "legalize-ops",
+    "relax.AnnotateTIROpPattern",
+    "relax.FoldConstant",
+    "relax.FuseOps",
+    "relax.FuseTIR",
+    # Last: it looks at the fused loops.
+    "schedule-cpu",
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass of a pipeline: its text, what the registry knows of it, and the pass itself."""
+
+    text: PassText
+    info: PassInfo
+    run: tvm.transform.Pass
+
+
+def default_text(target: Any = None) -> str:
+    """Return the text of a target's pipeline."""
+    return ",".join(CPU)
+
+
+def steps(target: Any = None, text: str | None = None, disabled: Iterable[str] = ()) -> list[Step]:
+    """Build a pipeline's passes.
+
+    Parameters
+    ----------
+    target : crossloom.targets.Target, tvm.target.Target, str or None
+        Given to passes that ask for one.
+    text : str or None
+        Textual pipeline; the target's own when None.
+    disabled : iterable of str
+        Names to leave out.
+
+    Raises
+    ------
+    UsageError
+        For an unknown pass or option, or a disabled name that is not in the pipeline.
+    """
+    tvm_target = resolve_target(target)
+    parsed = parse_pipeline(default_text(target) if text is None else text)
+    left_out = set(disabled)
+    unknown = left_out - {p.name for p in parsed}
+    if unknown:
+        raise UsageError(
+            f"cannot disable {', '.join(sorted(unknown))}: not in the pipeline", f"it is: {format_pipeline(parsed)}"
+        )
+    out = []
+    for item in parsed:
+        if item.name not in left_out:
+            info = get_pass(item.name)
+            out.append(Step(item, info, info.make(dict(item.options), tvm_target)))
+    return out
+
+
+def resolve_target(target: Any) -> tvm.target.Target | None:
+    """Return the TVM target of a name, one of our targets, or a TVM target; None stays None."""
+    if target is None or isinstance(target, tvm.target.Target):
+        return target
+    if isinstance(target, str):
+        from .targets import get_target
+
+        target = get_target(target)
+    return target.tvm_target()
+
+
+def vm_lowering() -> Sequence[tvm.transform.Pass]:
+    """Return TVM's own last steps, from Relax with calls to TIR to what the virtual machine runs."""
+    t = relax.transform
+    return (
+        relax.backend.DispatchSampling(),
+        relax.backend.DispatchSortScan(),
+        # For what the dispatches made.
+        t.LegalizeOps(),
+        t.RewriteDataflowReshape(),
+        t.ToNonDataflow(),
+        t.RemovePurityChecking(),
+        t.CallTIRRewrite(),
+        t.StaticPlanBlockMemory(),
+        t.LowerAllocTensor(),
+        t.KillAfterLastUse(),
+        t.LowerRuntimeBuiltin(),
+        t.ComputePrimValue(),
+        t.VMShapeLower(),
+        t.AttachGlobalSymbol(),
+    )
+
+
+def pipeline(target: Any = None, text: str | None = None, disabled: Iterable[str] = ()) -> tvm.transform.Pass:
+    """Return the whole flow as one TVM pass, for ``tvm.compile(..., relax_pipeline=...)``.
+
+    Parameters
+    ----------
+    target, text, disabled
+        As for :func:`steps`; a target of None means the one in scope when the pass runs.
+    """
+    fixed = steps(target, text, disabled) if target is not None else None
+
+    @tvm.transform.module_pass(opt_level=0, name="crossloom")
+    def run(mod: tvm.ir.IRModule, ctx: tvm.transform.PassContext) -> tvm.ir.IRModule:
+        chosen = fixed if fixed is not None else steps(tvm.target.Target.current(allow_none=True), text, disabled)
+        for step in chosen:
+            mod = step.run(mod)
+        for low in vm_lowering():
+            mod = low(mod)
+        return mod
+
+    return run
+
+
+def register_with_tvm() -> None:
+    """Make ``relax_pipeline="crossloom"`` known to TVM; called by ``import tvm`` through our entry point."""
+    if "crossloom" not in relax.pipeline.PIPELINE_MAP:
+        relax.register_pipeline("crossloom")(pipeline)
