@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, relax, tirx
+from tvm_ffi import structural_equal
 
 from .driver import Site
 
@@ -19,7 +20,7 @@ def _fresh_params(inputs: Sequence[relax.Expr], names: Sequence[str]) -> list[re
         if isinstance(dim, (int, tirx.IntImm)):
             return dim
         for old, new in renamed:
-            if ir.structural_equal(old, dim):
+            if structural_equal(old, dim):
                 return new
         name = dim.name if isinstance(dim, tirx.Var) else f"d{len(renamed)}"
         renamed.append((dim, tirx.Var(name, "int64")))
