@@ -9,7 +9,7 @@ import tvm
 import tvm_ffi
 from tvm.s_tir.schedule import SBlockRV, Schedule
 
-_SPATIAL, _REDUCE = 0, 2
+_SPATIAL = 0  # tvm.tirx.IterVar.DataPar
 #: Intrinsics that cost tens of instructions a value.
 _COSTLY = ("exp", "erf", "tanh", "log", "sin", "cos", "pow", "sqrt", "rsqrt", "sigmoid")
 
@@ -151,7 +151,7 @@ def _product(value: object) -> list[tvm.ir.TensorLoad]:
 def view(sch: Schedule, block: SBlockRV) -> BlockView:
     """Describe a block of a schedule."""
     node = sch.get(block)
-    realize = s_realize(sch, block)
+    realize = bindings_of(sch, block)
     axes = tuple(
         Axis(iv.var, iv.dom.extent, int(iv.iter_type) == _SPATIAL, binding)
         for iv, binding in zip(node.iter_vars, realize)
@@ -183,7 +183,7 @@ def view(sch: Schedule, block: SBlockRV) -> BlockView:
     )
 
 
-def s_realize(sch: Schedule, block: SBlockRV) -> list[tvm.ir.Expr]:
+def bindings_of(sch: Schedule, block: SBlockRV) -> list[tvm.ir.Expr]:
     """Return the loop expressions that the axes of a block are bound to."""
     node = sch.get(block)
     loops = list(sch.get_loops(block))

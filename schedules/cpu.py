@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import tvm
-from tvm import s_tir
 from tvm.s_tir.schedule import LoopRV, SBlockRV, Schedule
 from tvm.s_tir.schedule.schedule import ScheduleError
 
@@ -17,6 +16,8 @@ from .analysis import BlockView, calls_math, view
 
 #: Fewer scalar operations than this are not worth waking the thread pool (about 5 us).
 PARALLEL_MIN_OPS = 1 << 16
+#: From this many rows on, copying an operand into contiguous panels pays.
+PACK_MIN_ROWS = 16
 #: Stands for a symbolic extent where work is estimated (elements).
 ASSUMED_EXTENT = 64
 
@@ -52,8 +53,7 @@ class Machine:
 
     def lanes(self, dtype: str) -> int:
         """Return elements of ``dtype`` in one register."""
-        bits = max(8, tvm.DataType(dtype).bits if hasattr(tvm, "DataType") else 32)
-        return max(1, self.vector_bytes * 8 // bits)
+        return max(1, self.vector_bytes * 8 // tvm.DataType(dtype).bits)
 
 
 def schedule(func: tvm.tirx.PrimFunc, target: tvm.target.Target) -> tvm.tirx.PrimFunc:
@@ -72,8 +72,7 @@ def schedule(func: tvm.tirx.PrimFunc, target: tvm.target.Target) -> tvm.tirx.Pri
         try:
             if rule(sch, machine):
                 return sch.mod["main"]
-        except (ScheduleError, tvm.error.TVMError, ValueError) as E:
-            print("RULE", rule.__name__, str(E)[-600:])
+        except (ScheduleError, tvm.error.InternalError, RuntimeError, ValueError):
             continue
     return func
 
@@ -193,10 +192,10 @@ def _rows(sch: Schedule, machine: Machine) -> bool:
     row = sch.fuse(*list(sch.get_loops(last))[:rows])
     for block in reversed(blocks[:-1]):
         sch.compute_at(block, row, preserve_unit_loops=True)
-    for block in blocks:
-        _vectorize_inner(sch, block, row, machine)
     if parallel:
         sch.parallel(row)
+    for block in blocks:
+        _vectorize_inner(sch, block, row, machine)
     return True
 
 
@@ -236,9 +235,8 @@ def _vectorize_inner(sch: Schedule, block: SBlockRV, row: LoopRV, machine: Machi
                 return
             rest = [loop for loop in inside if not sch.get(loop).same_as(sch.get(lane))]
             sch.reorder(*rest, lane)
-            init = sch.decompose_reduction(block, rest[-1] if len(rest) == 1 else rest[0])
             sch.vectorize(lane)
-            sch.vectorize(list(sch.get_loops(init))[-1])
+            sch.decompose_reduction(block, rest[0])
     except ScheduleError:
         return
 
@@ -269,7 +267,6 @@ def _contraction(sch: Schedule, machine: Machine) -> bool:
         tail = consumers[0]
     else:
         tail = sch.cache_write(block, 0, "global")
-        # The copy is the outer nest; the sum is moved into it.
     spatial = [axis for axis in stage.axes if axis.spatial]
     if not spatial:
         return False
@@ -278,10 +275,13 @@ def _contraction(sch: Schedule, machine: Machine) -> bool:
     row = stage.row_axis(column)
     n = _extent(spatial[column].extent)
     wide = (4 if machine.registers >= 32 else 2) * lanes
-    width = wide if n is None else _divisor(n, wide)
-    if n is not None and width < min(lanes, n):
-        width = min(n, wide)
+    width = _divisor(n, wide)
+    # A predicate in each lane would undo vectorizing, so a ragged or symbolic row of columns stays one plain
+    # loop, which LLVM vectorizes with a remainder of its own.
+    ragged = n is None or width < min(lanes, n)
     height = 1
+    if ragged:
+        row = None
     if row is not None:
         m = _extent(spatial[row].extent)
         height = 4 if m is None else _divisor(m, 6)
@@ -290,7 +290,7 @@ def _contraction(sch: Schedule, machine: Machine) -> bool:
     loops = list(sch.get_loops(tail))
     if len(loops) != len(spatial):
         return False
-    columns, lane = sch.split(loops[column], [None, width])
+    columns, lane = sch.split(loops[column], [1, None] if ragged else [None, width])
     outer = [loop for i, loop in enumerate(loops) if i not in (row, column)]
     inner = [lane]
     tiles: list[LoopRV] = []
@@ -299,23 +299,25 @@ def _contraction(sch: Schedule, machine: Machine) -> bool:
         tiles, inner = [tile], [line, lane]
     sch.reorder(*outer, columns, *tiles, *inner)
     panel = sch.fuse(*outer, columns)
-    if row is not None and (_extent(spatial[row].extent) or ASSUMED_EXTENT) >= 16:
-        _pack(sch, block, stage, column, panel, machine)
     sch.compute_at(block, tiles[0] if tiles else panel, preserve_unit_loops=True)
+    if not ragged and row is not None and (_extent(spatial[row].extent) or ASSUMED_EXTENT) >= PACK_MIN_ROWS:
+        _pack(sch, block, stage, column, panel, lanes)
     depth = len(sch.get_loops(block)) - len(stage.axes)
     body = list(sch.get_loops(block))[depth:]
     chosen = [i for i in (row, column) if i is not None]
     others = [loop for i, loop in enumerate(body[: len(spatial)]) if i not in chosen]
     reduced = body[len(spatial) :]
     sch.reorder(*others, *reduced, *[body[i] for i in chosen])
-    init = sch.decompose_reduction(block, reduced[0])
-    for part in (block, init, tail):
-        nest = list(sch.get_loops(part))
-        sch.vectorize(nest[-1])
-        if row is not None:
-            sch.unroll(nest[-2])
+    # A sum split into init and update is no longer provably parallel to TVM, so it is split last.
     if _ops(stage) >= PARALLEL_MIN_OPS:
         sch.parallel(panel)
+    for part in (block, tail):
+        nest = list(sch.get_loops(part))
+        if not ragged:
+            sch.vectorize(nest[-1])
+        if row is not None:
+            sch.unroll(nest[-2])
+    sch.decompose_reduction(block, reduced[0])
     for other in blocks:
         if other is not block and other is not tail and view(sch, other).spatial_only:
             if not sch.get(other).name_hint == sch.get(tail).name_hint:
@@ -323,7 +325,7 @@ def _contraction(sch: Schedule, machine: Machine) -> bool:
     return True
 
 
-def _pack(sch: Schedule, block: SBlockRV, stage: BlockView, column: int, panel: LoopRV, machine: Machine) -> None:
+def _pack(sch: Schedule, block: SBlockRV, stage: BlockView, column: int, panel: LoopRV, lanes: int) -> None:
     """Copy the operand of the vector axis into a contiguous panel, once for all row tiles."""
     index = stage.operand_of(column)
     if index is None:
@@ -337,7 +339,8 @@ def _pack(sch: Schedule, block: SBlockRV, stage: BlockView, column: int, panel: 
             copy, ("write", 0), lambda *axes: [axes[i] for i in order], assume_injective_transform=True
         )
     sch.compute_at(copy, panel, preserve_unit_loops=True)
-    del machine
-
-
-__all__ = ["Machine", "s_tir", "schedule"]
+    loops = list(sch.get_loops(copy))
+    if at == dims - 1:
+        width = _divisor(_extent(sch.get(loops[-1]).extent), 4 * lanes)
+        if width >= min(lanes, 4):
+            sch.vectorize(sch.split(loops[-1], [None, width])[1])

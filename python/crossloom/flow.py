@@ -29,6 +29,8 @@ CPU: tuple[str, ...] = (
     "relax.FoldConstant",
     "relax.FuseOps",
     "relax.FuseTIR",
+    # Kernels that fusion replaced go before they cost scheduling time.
+    "relax.DeadCodeElimination",
     # Last: it looks at the fused loops.
     "schedule-cpu",
 )
