@@ -17,6 +17,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/module.h>
 #include <tvm/ffi/function.h>
@@ -27,6 +28,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <vector>
 
 namespace {
 
@@ -118,6 +120,22 @@ std::string Confined(const std::string& workdir, const std::string& name) {
   return workdir + "/" + name;
 }
 
+// A tensor over memory that someone else owns.
+tvm::ffi::Tensor Borrow(const DLTensor* from) {
+  struct View {
+    DLManagedTensor managed;
+    std::vector<int64_t> shape;
+  };
+  auto* view = new View();
+  view->shape.assign(from->shape, from->shape + from->ndim);
+  view->managed.dl_tensor = *from;
+  view->managed.dl_tensor.shape = view->shape.data();
+  view->managed.dl_tensor.strides = nullptr;  // RPC tensors are compact
+  view->managed.manager_ctx = view;
+  view->managed.deleter = [](DLManagedTensor* self) { delete static_cast<View*>(self->manager_ctx); };
+  return tvm::ffi::Tensor::FromDLPack(&view->managed);
+}
+
 void RegisterWorkFolder(const std::string& workdir) {
   Function::SetGlobal("tvm.rpc.server.workpath",
                       Function::FromTyped([workdir](std::string name) { return Confined(workdir, name); }), true);
@@ -125,6 +143,25 @@ void RegisterWorkFolder(const std::string& workdir) {
                         return tvm::ffi::Module::LoadFromFile(Confined(workdir, name));
                       }),
                       true);
+}
+
+// bind_views(vm_module, function, saved_name, weights...) saves `function` with its last parameters bound, as TVM's
+// save_function does, without copying them: RPC hands tensors over as borrowed DLTensor, which save_function copies,
+// once for every entry that shares a weight.  The client keeps the tensors alive until the session ends.
+void RegisterBindViews() {
+  Function::SetGlobal(
+      "crossloom.rpc.bind_views",
+      Function::FromPacked([](const AnyView* args, int32_t count, tvm::ffi::Any* ret) {
+        auto save = args[0].cast<tvm::ffi::Module>()->GetFunction("save_function");
+        if (!save.has_value()) TVM_FFI_THROW(ValueError) << "the module has no save_function";
+        std::vector<tvm::ffi::Any> bound = {args[1].cast<tvm::ffi::String>(), args[2].cast<tvm::ffi::String>(), true};
+        for (int32_t i = 3; i < count; ++i) {
+          bound.push_back(Borrow(args[i].cast<DLTensor*>()));
+        }
+        std::vector<AnyView> views(bound.begin(), bound.end());
+        save.value().CallPacked(views.data(), static_cast<int32_t>(views.size()), ret);
+      }),
+      true);
 }
 
 bool ReadAll(int fd, void* data, size_t size) {
@@ -271,6 +308,7 @@ int main(int argc, char** argv) {
   Options opt = Parse(argc, argv);
   signal(SIGPIPE, SIG_IGN);
   OpenRuntime(opt.libs);
+  RegisterBindViews();
   if (opt.port >= 0) return Listen(opt);
   RegisterWorkFolder(opt.workdir);
   // No destructors: threads of the model may still run.

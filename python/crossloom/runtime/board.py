@@ -1,0 +1,117 @@
+"""A session on a board that runs a TVM RPC server, alone or behind a tracker."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from tvm import rpc
+
+from crossloom.errors import InternalError, ToolchainFailed, UsageError
+
+_CONNECT_SECONDS = 15.0
+
+
+class Board:
+    """A connection to a board.
+
+    Parameters
+    ----------
+    address : str
+        ``"host:port"`` of the server, or of the tracker.
+    key : str
+        The server's key; with a tracker, the kind of board asked for.
+    tracker : bool
+        Whether `address` is a tracker.
+    session_seconds : float
+        The server ends the session after this long.
+
+    Attributes
+    ----------
+    session : tvm.rpc.RPCSession
+
+    Raises
+    ------
+    UsageError
+        The address is malformed.
+    ToolchainFailed
+        Nothing answers there, or the key does not match.
+    """
+
+    def __init__(self, address: str, key: str = "", tracker: bool = False, session_seconds: float = 3600.0) -> None:
+        match = re.fullmatch(r"\[?([^\s\[\]]+)\]?:(\d{1,5})", address)
+        if not match or int(match[2]) > 65535:
+            raise UsageError(f"`{address}` is no address", 'give "host:port"')
+        host, port = match[1], int(match[2])
+        if tracker and not key:
+            raise UsageError("a tracker needs a key", "name the kind of board, e.g. rk3588")
+        self.command = ["rpc", address, *([key] if key else [])]
+        self._timed_out = False
+        self._sockets: set[int] = set()
+        self.session: Any = None
+        try:
+            # A fast, bounded check: TVM's own connect has no time limit.
+            socket.create_connection((host, port), _CONNECT_SECONDS).close()
+        except OSError as err:
+            raise ToolchainFailed(self.command, 1, f"nothing answers at {address}: {err}") from err
+        before = _open_sockets()
+        try:
+            timeout = max(1, int(session_seconds))
+            if tracker:
+                found = rpc.connect_tracker(host, port)
+                self.session = found.request(key, session_timeout=timeout, max_retry=1)
+            else:
+                self.session = rpc.connect(host, port, key, session_timeout=timeout)
+        except Exception as err:
+            raise ToolchainFailed(self.command, 1, str(err)) from err
+        self._sockets = _open_sockets() - before
+
+    @contextlib.contextmanager
+    def limit(self, seconds: float) -> Iterator[None]:
+        """Hang up when the body takes longer than `seconds`; the waiting call then fails."""
+        done = threading.Event()
+
+        def watch() -> None:
+            if not done.wait(seconds):
+                self._timed_out = True
+                self._hang_up()
+
+        watcher = threading.Thread(target=watch, name="crossloom-watchdog", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()
+
+    def failure(self, err: Exception) -> Exception:
+        """Return what `err`, raised while talking to the board, means."""
+        text = str(err)
+        if self._timed_out:
+            return ToolchainFailed(self.command, None, text)
+        if any(sign in text for sign in ("kShutdown", "Channel closes", "Socket", "SessionTimeout")):
+            return ToolchainFailed(self.command, 1, text)
+        return InternalError(f"the compiled model failed on the board: {text.strip().splitlines()[-1]}")
+
+    def close(self) -> None:
+        """End the session."""
+        self.session = None
+
+    def _hang_up(self) -> None:
+        for descriptor in self._sockets & _open_sockets():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+                copy.shutdown(socket.SHUT_RDWR)
+
+
+def _open_sockets() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.add(int(name))
+    return found
