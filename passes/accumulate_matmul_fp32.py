@@ -22,6 +22,7 @@ from crossloom.registry import PassInfo
 _HALF = ("float16", "bfloat16")
 #: Operators with ``out_dtype``: the kernel reads half precision and writes float32.
 _OUT_DTYPE = ("relax.matmul", "relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d")
+_CONV_ATTRS = ("strides", "padding", "dilation", "groups", "data_layout", "kernel_layout", "out_layout")
 #: Operators whose operands are widened first.
 _WIDEN = (
     "relax.einsum",
@@ -75,16 +76,12 @@ class _Widen(PyExprMutator):
         if name == "relax.matmul":
             wide = relax.op.matmul(call.args[0], call.args[1], out_dtype="float32")
         elif name in _OUT_DTYPE:
-            attrs = {key: call.attrs[key] for key in call.attrs.keys()}
-            attrs["out_dtype"] = "float32"
-            wide = relax.Call(call.op, call.args, tvm.ir.make_node(_attrs_type(call), **attrs), call.ty_args)
+            convolve = getattr(relax.op.nn, name.rsplit(".", 1)[-1])
+            attrs = {key: getattr(call.attrs, key) for key in _CONV_ATTRS}
+            wide = convolve(call.args[0], call.args[1], **attrs, out_dtype="float32")
         else:
             wide = relax.Call(call.op, [self._float32(a) for a in call.args], call.attrs, call.ty_args)
         return relax.op.astype(self.builder_.emit(wide), dtype)
-
-
-def _attrs_type(call: relax.Call) -> str:
-    return str(type(call.attrs).__tvm_ffi_type_info__.type_key)
 
 
 def AccumulateMatmulInFloat32() -> tvm.transform.Pass:

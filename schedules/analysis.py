@@ -189,6 +189,6 @@ def bindings_of(sch: Schedule, block: SBlockRV) -> list[tvm.ir.Expr]:
     loops = list(sch.get_loops(block))
     start = sch.get(loops[0]) if loops else sch.get(sch.get_sblock("root")).body
     for part in walk(start):
-        if hasattr(part, "iter_values") and part.block.same_as(node):
+        if isinstance(part, tvm.s_tir.SBlockRealize) and part.block.same_as(node):
             return list(part.iter_values)
     return [axis.var for axis in node.iter_vars]

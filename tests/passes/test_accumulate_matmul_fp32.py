@@ -1,0 +1,119 @@
+"""Half-precision sums are made in float32 and rounded once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from crossloom.passes.accumulate_matmul_fp32 import AccumulateMatmulInFloat32
+from crossloom.passes.inline_composites import InlineComposites
+from crossloom.flow import steps
+from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+TARGET = tvm.target.Target({"kind": "llvm"})
+
+
+def run(mod, args, name):
+    with TARGET:
+        mod = tvm.transform.Sequential([step.run for step in steps(TARGET)])(mod)
+    vm = relax.VirtualMachine(tvm.compile(mod, target=TARGET), tvm.cpu())
+    return vm[name](*[tvm.runtime.tensor(a) for a in args]).numpy()
+
+
+def one(build, *shapes):
+    bb = relax.BlockBuilder()
+    params = [relax.Var(f"x{i}", relax.TensorType(s, "float16")) for i, s in enumerate(shapes)]
+    with bb.function("decode", params):
+        with bb.dataflow():
+            out = bb.emit_output(build(*params))
+        bb.emit_func_output(out)
+    return bb.get()
+
+
+def test_long_sums_do_not_stall():
+    x, w = np.ones((1, 4096), "float16"), np.ones((4096, 2), "float16")
+    w[:, 1] = 0.5
+    assert run(one(relax.op.matmul, x.shape, w.shape), [x, w], "decode").tolist() == [[4096.0, 2048.0]]
+    assert run(one(lambda x: relax.op.sum(x, 1), x.shape), [x], "decode").tolist() == [4096.0]
+
+
+def test_convolution_keeps_its_dtype_and_sums_wide():
+    x, w = np.ones((1, 512, 3, 3), "float16"), np.ones((1, 512, 3, 3), "float16")
+    out = run(one(relax.op.nn.conv2d, x.shape, w.shape), [x, w], "decode")
+    assert out.dtype == np.float16 and out.item() == 4608.0
+
+
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_rms_norm_beyond_the_range_of_half(scale):
+    rng = np.random.default_rng(0)
+    x = (scale * np.sign(rng.standard_normal((3, 64)))).astype("float16")
+    g = rng.standard_normal(64).astype("float16")
+    x[1] = 0
+    wide = x.astype("float64")
+    want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * g
+    mod = one(lambda x, g: relax.op.nn.rms_norm(x, g, axes=[-1], epsilon=1e-5), x.shape, g.shape)
+    np.testing.assert_allclose(run(mod, [x, g], "decode"), want, rtol=2e-3, atol=2e-3)
+
+
+def test_integers_and_wider_results_stay():
+    for dtype, out in [("int8", "int32"), ("float16", "float32"), ("float32", None)]:
+        bb = relax.BlockBuilder()
+        x = relax.Var("x", relax.TensorType((4, 4), dtype))
+        with bb.function("vision", [x]):
+            with bb.dataflow():
+                y = bb.emit_output(relax.op.matmul(x, x, out_dtype=out))
+            bb.emit_func_output(y)
+        mod = bb.get()
+        tvm.ir.assert_structural_equal(AccumulateMatmulInFloat32()(mod), mod)
+
+
+def test_twice_is_once():
+    once = AccumulateMatmulInFloat32()(one(relax.op.matmul, (2, 8), (8, 2)))
+    tvm.ir.assert_structural_equal(AccumulateMatmulInFloat32()(once), once)
+
+
+@I.ir_module
+class Nested:
+    @R.function(private=True)
+    def inner(x: R.Tensor(("n", 4), "float32")) -> R.Tensor(("n", 4), "float32"):
+        R.func_attr({"Composite": "crossloom.exp"})
+        with R.dataflow():
+            y = R.exp(x)
+            R.output(y)
+        return y
+
+    @R.function(private=True)
+    def outer(x: R.Tensor(("k", 4), "float32")) -> R.Tensor(("k", 4), "float32"):
+        R.func_attr({"Composite": "crossloom.twice"})
+        cls = Nested
+        with R.dataflow():
+            y = cls.inner(x)
+            z = R.add(y, y)
+            R.output(z)
+        return z
+
+    @R.function
+    def prefill(x: R.Tensor(("m", 4), "float32")) -> R.Tensor(("m", 4), "float32"):
+        cls = Nested
+        with R.dataflow():
+            y = cls.outer(x)
+            R.output(y)
+        return y
+
+    @R.function
+    def decode(x: R.Tensor((1, 4), "float32")) -> R.Tensor((1, 4), "float32"):
+        cls = Nested
+        with R.dataflow():
+            y = cls.inner(x)
+            R.output(y)
+        return y
+
+
+def test_composites_are_inlined_in_every_entry():
+    mod = InlineComposites()(Nested)
+    assert {gv.name_hint for gv in mod.get_global_vars()} == {"prefill", "decode"}
+    relax.analysis.well_formed(mod)
+    x = np.arange(8, dtype="float32").reshape(2, 4) / 8
+    np.testing.assert_allclose(run(Nested, [x], "prefill"), 2 * np.exp(x), rtol=1e-5)

@@ -1,0 +1,150 @@
+"""Scheduled kernels compute what numpy computes, over sizes that divide, don't divide, or are symbolic."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from crossloom.flow import steps
+from tvm import relax
+
+HOST = {"kind": "llvm"}
+A76 = {
+    "kind": "llvm",
+    "mtriple": "aarch64-linux-gnu",
+    "mcpu": "cortex-a76",
+    "mattr": ["+neon", "+dotprod"],
+    "num-cores": 4,
+}
+
+
+def module(build, *shapes, dtype="float32", name="vision"):
+    """A module of one function; strings in shapes are symbolic dimensions."""
+    dims: dict[str, tvm.tirx.Var] = {}
+    fixed = [[dims.setdefault(d, tvm.tirx.Var(d, "int64")) if isinstance(d, str) else d for d in s] for s in shapes]
+    bb = relax.BlockBuilder()
+    params = [relax.Var(f"x{i}", relax.TensorType(s, dtype)) for i, s in enumerate(fixed)]
+    with bb.function(name, params):
+        with bb.dataflow():
+            out = bb.emit_output(build(*params))
+        bb.emit_func_output(out)
+    return bb.get()
+
+
+def lower(mod, target=HOST):
+    target = tvm.target.Target(target)
+    with target:
+        return tvm.transform.Sequential([step.run for step in steps(target)])(mod), target
+
+
+def run(mod, arrays, name="vision"):
+    lowered, target = lower(mod)
+    vm = relax.VirtualMachine(tvm.compile(lowered, target=target), tvm.cpu())
+    return vm[name](*[tvm.runtime.tensor(a) for a in arrays]).numpy()
+
+
+def arrays(*shapes, dtype="float32"):
+    rng = np.random.default_rng(7)
+    return [rng.standard_normal(s).astype(dtype) for s in shapes]
+
+
+@pytest.mark.parametrize("m,k,n", [(1, 64, 128), (1, 1, 1), (17, 31, 97), (64, 64, 64), (127, 33, 48), (30, 5, 7)])
+def test_matmul_with_epilogue(m, k, n):
+    x, w, b = arrays((m, k), (k, n), (n,))
+    mod = module(lambda x, w, b: relax.op.nn.relu(relax.op.add(relax.op.matmul(x, w), b)), (m, k), (k, n), (n,))
+    np.testing.assert_allclose(run(mod, [x, w, b]), np.maximum(x @ w + b, 0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("m", [1, 3, 50])
+def test_symbolic_rows_and_columns(m):
+    x, w = arrays((2, m, 32), (2, 32, m + 2))
+    mod = module(relax.op.matmul, (2, "m", 32), (2, 32, "n"))
+    np.testing.assert_allclose(run(mod, [x, w]), x @ w, rtol=1e-4, atol=1e-4)
+    x, w = arrays((m, 64), (64, 256))
+    mod = module(relax.op.matmul, ("m", 64), (64, 256))
+    np.testing.assert_allclose(run(mod, [x, w]), x @ w, rtol=1e-4, atol=1e-4)
+
+
+def test_transposed_weight():
+    x, w = arrays((40, 48), (64, 48))
+    mod = module(lambda x, w: relax.op.matmul(x, relax.op.permute_dims(w)), (40, 48), (64, 48))
+    np.testing.assert_allclose(run(mod, [x, w]), x @ w.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+def test_conv2d(groups):
+    x, w = arrays((2, 8, 9, 10), (16, 8 // groups, 3, 3))
+    mod = module(lambda x, w: relax.op.nn.conv2d(x, w, padding=1, groups=groups), x.shape, w.shape)
+    padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
+    per_out, per_in = 16 // groups, 8 // groups
+    parts = [
+        np.einsum(
+            "bcyxij,ocij->boyx",
+            windows[:, g * per_in : (g + 1) * per_in],
+            w[g * per_out : (g + 1) * per_out],
+        )
+        for g in range(groups)
+    ]
+    np.testing.assert_allclose(run(mod, [x, w]), np.concatenate(parts, 1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(64, 512), (3, 7), (1, 1), (5, 4, 33)])
+def test_softmax_and_layer_norm(shape):
+    (x,) = arrays(shape)
+    e = np.exp(x - x.max(-1, keepdims=True))
+    mod = module(lambda x: relax.op.nn.softmax(x, -1), shape)
+    np.testing.assert_allclose(run(mod, [x]), e / e.sum(-1, keepdims=True), rtol=1e-5, atol=1e-6)
+    g, b = arrays((shape[-1],), (shape[-1],))
+    mod = module(lambda x, g, b: relax.op.nn.layer_norm(x, g, b, [-1]), shape, g.shape, b.shape)
+    want = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * g + b
+    np.testing.assert_allclose(run(mod, [x, g, b]), want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("axis", [[0], [1], [0, 1], [-1]])
+def test_sums(axis):
+    (x,) = arrays((33, 5, 48))
+    mod = module(lambda x: relax.op.sum(x, axis), x.shape)
+    np.testing.assert_allclose(run(mod, [x]), x.sum(tuple(axis)), rtol=1e-4, atol=1e-4)
+
+
+def test_large_matmul_is_tiled_vectorized_and_parallel():
+    lowered, _ = lower(module(relax.op.matmul, (512, 512), (512, 512)))
+    text = lowered.script()
+    assert "T.parallel" in text and "T.vectorized" in text and "T.unroll" in text
+
+
+def test_tiny_work_stays_on_one_thread():
+    lowered, _ = lower(module(lambda x: relax.op.nn.softmax(relax.op.exp(x), -1), (4, 8)))
+    assert "T.parallel" not in lowered.script()
+
+
+def test_entries_of_any_name_survive():
+    mod = module(relax.op.exp, (2, 2), name="prefill")
+    mod.update_func(
+        tvm.ir.GlobalVar("decode"), relax.utils.copy_with_new_vars(mod["prefill"]).with_attr("global_symbol", "decode")
+    )
+    lowered, _ = lower(mod)
+    names = {gv.name_hint for gv, f in lowered.functions_items() if isinstance(f, relax.Function)}
+    assert names == {"prefill", "decode"}
+
+
+@pytest.mark.aarch64
+@pytest.mark.parametrize(
+    "build,shapes",
+    [
+        (relax.op.matmul, [(512, 512), (512, 512)]),
+        (lambda x, w: relax.op.matmul(x, relax.op.permute_dims(w)), [(64, 768), (768, 768)]),
+        (relax.op.matmul, [(1, 2048), (2048, 2048)]),
+        (relax.op.matmul, [("m", 256), (256, 256)]),
+        (lambda x: relax.op.nn.softmax(x, -1), [(64, 512)]),
+        (lambda x, g, b: relax.op.nn.layer_norm(x, g, b, [-1]), [(64, 768), (768,), (768,)]),
+        (relax.op.nn.gelu, [(64, 768)]),
+    ],
+)
+def test_compiles_for_aarch64(build, shapes, tmp_path):
+    lowered, target = lower(module(build, *shapes), A76)
+    path = tmp_path / "model.so"
+    tvm.compile(lowered, target=target).export_library(str(path), cc="aarch64-linux-gnu-g++")
+    header = path.read_bytes()[:20]
+    assert header[:4] == b"\x7fELF" and header[18:20] == b"\xb7\x00"
