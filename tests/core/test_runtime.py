@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -14,15 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
-from tvm import relax as rx
-
 from crossloom.bundle import Bundle, write_bundle
 from crossloom.bundle.link import host_arch
 from crossloom.errors import InternalError, ToolchainFailed, ToolchainMissing, UsageError
 from crossloom.model import Entry, Model, TensorSpec
 from crossloom.runtime import DeviceTensor, Session, open_session
+from crossloom.runtime.board import Board
 from crossloom.runtime.board_libs import runtime_libs
 from crossloom.runtime.cross import server_program
+from tvm import relax as rx
 
 HOST = {"kind": "llvm"}
 ARM = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "cortex-a76", "mattr": ["+neon"]}
@@ -357,38 +358,58 @@ def test_board_over_tcp(bundles, board, tmp_path, model) -> None:
         session.run("lookup", {"ids": np.array([2])})
 
 
-def test_board_that_falls_silent(bundles, model) -> None:
-    """A relay that stops passing bytes: the call ends at its limit."""
-    quiet = threading.Event()
-    listener = socket.create_server(("127.0.0.1", 0))
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """Accepts connections and never says a word; yields its address."""
+    peers: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-    def swallow() -> None:
-        while True:
-            try:
-                peer, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=_handshake_then_silence, args=(peer, quiet), daemon=True).start()
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    peers.append(listener.accept()[0])
 
-    threading.Thread(target=swallow, daemon=True).start()
-    from tvm.rpc import server as _  # noqa: F401  (TVM's own server code must not be needed)
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+    for peer in peers:
+        peer.close()
 
+
+def test_server_that_never_answers(silent_server) -> None:
     begin = time.monotonic()
-    with listener, pytest.raises(ToolchainFailed):
-        open_session(bundles["host"], "rpc", address=f"127.0.0.1:{listener.getsockname()[1]}", timeout_s=1)
-    quiet.set()
-    assert time.monotonic() - begin < 60
+    with pytest.raises(ToolchainFailed, match="timed out"):
+        Board(silent_server, connect_seconds=0.5)
+    assert time.monotonic() - begin < 20
 
 
-def _handshake_then_silence(peer: socket.socket, quiet: threading.Event) -> None:
-    with peer:
-        peer.settimeout(30)
+def test_board_that_falls_silent(bundles, board) -> None:
+    with open_session(bundles["host"], "rpc", address=board, key="board", timeout_s=30) as session:
+        ids = {"ids": np.array([2])}
+        session.run("lookup", ids)
+        session.timeout_s = 0.5
+        descendants = _descendants(os.getpid())
+        for pid in descendants:
+            os.kill(pid, signal.SIGSTOP)
         try:
-            if not peer.recv(4):
-                return
-        except OSError:
-            return
-        quiet.wait(50)
+            begin = time.monotonic()
+            with pytest.raises(ToolchainFailed, match="timed out"):
+                session.run("lookup", ids)
+            assert time.monotonic() - begin < 20
+        finally:
+            for pid in descendants:
+                os.kill(pid, signal.SIGCONT)
+
+
+def _descendants(root: int) -> list[int]:
+    """The server programs among the processes started, directly or not, by `root`."""
+    found, todo = [], [root]
+    while todo:
+        parent = todo.pop()
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        todo += [int(child) for child in children]
+        found += [int(c) for c in children if "crossloom_rpc" in Path(f"/proc/{c}/cmdline").read_text()]
+    return found
 
 
 def test_server_refuses_names_outside_its_folder(bundles) -> None:

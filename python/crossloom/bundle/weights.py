@@ -124,4 +124,4 @@ def map_weights(path: Path, where: str) -> dict[str, np.ndarray]:
 
 
 def _buffer(array: np.ndarray) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -14,7 +14,7 @@ from tvm import rpc
 
 from crossloom.errors import InternalError, ToolchainFailed, UsageError
 
-_CONNECT_SECONDS = 15.0
+_REQUEST_SECONDS = 600.0  # all boards of a tracker may be busy
 
 
 class Board:
@@ -30,6 +30,8 @@ class Board:
         Whether `address` is a tracker.
     session_seconds : float
         The server ends the session after this long.
+    connect_seconds : float
+        Longest time a server may take to answer.
 
     Attributes
     ----------
@@ -43,7 +45,14 @@ class Board:
         Nothing answers there, or the key does not match.
     """
 
-    def __init__(self, address: str, key: str = "", tracker: bool = False, session_seconds: float = 3600.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        key: str = "",
+        tracker: bool = False,
+        session_seconds: float = 3600.0,
+        connect_seconds: float = 15.0,
+    ) -> None:
         match = re.fullmatch(r"\[?([^\s\[\]]+)\]?:(\d{1,5})", address)
         if not match or int(match[2]) > 65535:
             raise UsageError(f"`{address}` is no address", 'give "host:port"')
@@ -52,24 +61,24 @@ class Board:
             raise UsageError("a tracker needs a key", "name the kind of board, e.g. rk3588")
         self.command = ["rpc", address, *([key] if key else [])]
         self._timed_out = False
-        self._sockets: set[int] = set()
         self.session: Any = None
         try:
             # A fast, bounded check: TVM's own connect has no time limit.
-            socket.create_connection((host, port), _CONNECT_SECONDS).close()
+            socket.create_connection((host, port), connect_seconds).close()
         except OSError as err:
             raise ToolchainFailed(self.command, 1, f"nothing answers at {address}: {err}") from err
-        before = _open_sockets()
+        self._before = _open_sockets()
+        self._port = None if tracker else port  # a tracker says later which board it is
         try:
             timeout = max(1, int(session_seconds))
-            if tracker:
-                found = rpc.connect_tracker(host, port)
-                self.session = found.request(key, session_timeout=timeout, max_retry=1)
-            else:
-                self.session = rpc.connect(host, port, key, session_timeout=timeout)
+            with self.limit(_REQUEST_SECONDS if tracker else connect_seconds):
+                if tracker:
+                    found = rpc.connect_tracker(host, port)
+                    self.session = found.request(key, session_timeout=timeout, max_retry=1)
+                else:
+                    self.session = rpc.connect(host, port, key, session_timeout=timeout)
         except Exception as err:
-            raise ToolchainFailed(self.command, 1, str(err)) from err
-        self._sockets = _open_sockets() - before
+            raise ToolchainFailed(self.command, None if self._timed_out else 1, str(err)) from err
 
     @contextlib.contextmanager
     def limit(self, seconds: float) -> Iterator[None]:
@@ -103,9 +112,12 @@ class Board:
         self.session = None
 
     def _hang_up(self) -> None:
-        for descriptor in self._sockets & _open_sockets():
+        # TVM does not give its socket away: it is among those opened since, to the board's port.
+        for descriptor in _open_sockets() - self._before:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
-                copy.shutdown(socket.SHUT_RDWR)
+                peer = copy.getpeername()
+                if isinstance(peer, tuple) and self._port in (None, peer[1]):
+                    copy.shutdown(socket.SHUT_RDWR)
 
 
 def _open_sockets() -> set[int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from crossloom import cache
 from crossloom.bundle.link import host_arch
-from crossloom.errors import ToolchainFailed, ToolchainMissing, UnsupportedTarget
+from crossloom.errors import CrossloomError, ToolchainFailed, ToolchainMissing, UnsupportedTarget
 
 LIBRARIES = {
     "apache-tvm": ("tvm/lib/libtvm_runtime.so", "tvm/lib/libtvm_runtime_extra.so"),
@@ -110,3 +110,13 @@ def extract_members(wheel: Path, members: tuple[str, ...], folder: Path) -> None
                     shutil.copyfileobj(source, target, 1 << 20)
     except (KeyError, ValueError, zipfile.BadZipFile) as err:
         raise ToolchainFailed(["unpack", str(wheel)], 1, f"{type(err).__name__}: {err}") from err
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m crossloom.runtime.board_libs MACHINE")
+    try:
+        print(runtime_libs(sys.argv[1]))
+    except CrossloomError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from importlib.metadata import version
 from pathlib import Path
@@ -20,8 +21,8 @@ PROGRAM = "crossloom_rpc"
 def server_program(arch: str, cross_compiler: str | None = None) -> Path:
     """Return the server program for `arch`.
 
-    For the host the installed program is used, unless its source is newer (an editable install).  Else it is
-    compiled into the cache, keyed by source, versions and compiler.
+    For the host the installed program is used, unless its source has changed since (an editable install).  Else
+    it is compiled into the cache, keyed by source, versions and compiler.
 
     Parameters
     ----------
@@ -33,13 +34,13 @@ def server_program(arch: str, cross_compiler: str | None = None) -> Path:
     ------
     ToolchainMissing, ToolchainFailed
     """
+    if not SOURCE.is_file():
+        raise InternalError(f"{SOURCE} is missing from the installation")
     if arch == host_arch() and not cross_compiler:
         installed = _installed()
         if installed is not None:
             return installed
     compiler = find_compiler(arch, cross_compiler)
-    if not SOURCE.is_file():
-        raise InternalError(f"{SOURCE} is missing from the installation")
     libs = runtime_libs(arch)
     key = cache.key(SOURCE.read_bytes(), version("apache-tvm-ffi"), compiler, str(Path(compiler).stat().st_mtime_ns))
 
@@ -69,8 +70,10 @@ def _include_folders() -> list[str]:
 
 
 def _installed() -> Path | None:
+    """Return the program installed with the package, if it was built from the source that is there."""
     for folder in (SOURCE.parent, Path(sysconfig.get_path("platlib")) / "crossloom" / "runtime"):
-        program = folder / "bin" / PROGRAM
-        if program.is_file() and (not SOURCE.is_file() or program.stat().st_mtime >= SOURCE.stat().st_mtime):
-            return program
+        program, built_from = folder / "bin" / PROGRAM, folder / "bin" / f"{PROGRAM}.sha256"
+        if program.is_file() and built_from.is_file():
+            if built_from.read_text().strip() == hashlib.sha256(SOURCE.read_bytes()).hexdigest():
+                return program
     return None
