@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tvm
 from tvm import relax
 
 from .errors import CrossloomError, UnsupportedModel, UsageError
+from .flow import resolve_target, steps, vm_lowering
+from .fold_weights import fold_weights
 from .model import Model
 from .options import format_pipeline
-from .flow import resolve_target, steps, vm_lowering
 from .verdict import Ledger
+
+#: Weights are folded once composites are plain operators again, and while these are still Relax operators.
+FOLD_AFTER = "inline-composites"
 
 
 @dataclass
@@ -77,7 +81,7 @@ def compile_model(
     chosen = steps(target, text, disabled)
     seconds: dict[str, float] = {}
     mod = model.mod
-    step_name = "fold-weights"
+    step_name = ""
     try:
         context = tvm.transform.PassContext(config=dict(pass_config or {}))
     except Exception as error:
@@ -90,6 +94,13 @@ def compile_model(
                 start = time.perf_counter()
                 mod = step.run(mod)
                 seconds[step.text.name] = seconds.get(step.text.name, 0.0) + time.perf_counter() - start
+                if step.text.name == FOLD_AFTER:
+                    step_name = "fold-weights"
+                    on_pass(step_name)
+                    start = time.perf_counter()
+                    model = fold_weights(replace(model, mod=mod))
+                    mod = model.mod
+                    seconds[step_name] = time.perf_counter() - start
             step_name = "build"
             on_pass(step_name)
             start = time.perf_counter()

@@ -1,0 +1,167 @@
+"""Compute at compile time what depends on weights alone.
+
+    wt = R.permute_dims(w)        # w is a weight: a parameter after num_input
+    y  = R.matmul(x, wt)
+->  y  = R.matmul(x, w_folded)    # w_folded = w.T, stored in the model
+
+Fires for permute_dims, reshape, astype, expand_dims, squeeze and elementwise sums and products whose operands are
+weights, constants or folded themselves.  Never for a value that is only a constant (TVM's FoldConstant does those) or
+one with a symbolic shape.  Numerics: exact, numpy computing in the values' own dtype.
+
+It works on a :class:`crossloom.model.Model`, since it changes weights: the driver runs it before the passes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from tvm import ir, relax, tirx
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from .model import Entry, Model
+from .rewrite import Graph
+from .verdict import accept, record, refuse
+
+#: TVM exports no name for the class of constants.
+_CONSTANT = type(relax.const(0.0))
+
+
+def _dtype(name: str) -> Any:
+    return ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
+
+
+def _static(ty: relax.Type) -> tuple[int, ...] | None:
+    if not isinstance(ty, relax.TensorType) or ty.shape is None:
+        return None
+    dims = list(ty.shape)
+    return tuple(int(d) for d in dims) if all(isinstance(d, tirx.IntImm) for d in dims) else None
+
+
+def _permute(call: relax.Call, x: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+    axes = call.attrs.axes
+    return np.transpose(x, None if axes is None else [int(a) for a in axes])
+
+
+#: Operator -> numpy on the operands' values; the result is reshaped and cast to the call's own type.
+_COMPUTE: dict[str, Callable[..., np.ndarray]] = {
+    "relax.permute_dims": _permute,
+    "relax.reshape": lambda call, x, *rest: x,
+    "relax.expand_dims": lambda call, x, *rest: x,
+    "relax.squeeze": lambda call, x, *rest: x,
+    "relax.astype": lambda call, x: x,
+    "relax.add": lambda call, x, y: x + y,
+    "relax.subtract": lambda call, x, y: x - y,
+    "relax.multiply": lambda call, x, y: x * y,
+}
+
+
+@mutator
+class _Replace(PyExprMutator):  # type: ignore[misc]
+    """Drops folded bindings and puts the new parameters in their places."""
+
+    def __init__(self, folded: dict[relax.Var, relax.Var]) -> None:
+        super().__init__(None)
+        self.folded = folded
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        if binding.var not in self.folded:
+            super().visit_var_binding_(binding)
+
+    def visit_var_(self, var: relax.Var) -> relax.Expr:
+        return self.folded[var] if var in self.folded else super().visit_var_(var)
+
+    def visit_dataflow_var_(self, var: relax.DataflowVar) -> relax.Expr:
+        return self.folded[var] if var in self.folded else super().visit_dataflow_var_(var)
+
+
+def _evaluate(graph: Graph, values: dict[relax.Var, np.ndarray]) -> dict[relax.Var, np.ndarray]:
+    """Return the values of bindings that depend on weights alone (views where numpy can)."""
+    out: dict[relax.Var, np.ndarray] = {}
+    for var in graph.order:
+        compute = _COMPUTE.get(graph.op(var))
+        call = graph.value[var]
+        if compute is None or not isinstance(call, relax.Call):
+            continue
+        operands: list[np.ndarray] = []
+        weighty = False
+        for arg in call.args:
+            if isinstance(arg, relax.Var) and (arg in values or arg in out):
+                operands.append(out[arg] if arg in out else values[arg])
+                weighty = True
+            elif isinstance(arg, _CONSTANT) and graph.op(var) in ("relax.add", "relax.subtract", "relax.multiply"):
+                operands.append(arg.value.numpy())
+            elif not isinstance(arg, relax.ShapeExpr):
+                break
+        else:
+            shape = _static(var.ty)
+            if not weighty:
+                continue
+            if shape is None:
+                record(refuse("symbolic-shape", var.name).at("fold-weights", graph.name, var.name))
+                continue
+            out[var] = compute(call, *operands).astype(_dtype(str(var.ty.dtype)), copy=False).reshape(shape)
+    return out
+
+
+def fold_weights(model: Model) -> Model:
+    """Return the model with weight-only values computed, and weights nobody uses any more left out.
+
+    Parameters
+    ----------
+    model : Model
+
+    Returns
+    -------
+    Model
+        Equal folded values are stored once, across entries; untouched arrays are shared with ``model``.
+    """
+    params: dict[str, np.ndarray] = {}
+    by_content: dict[tuple[str, tuple[int, ...], bytes], str] = {}
+    entries: dict[str, Entry] = {}
+    functions = dict(model.mod.functions_items())
+    for gvar, func in model.mod.functions_items():
+        entry = model.entries.get(gvar.name_hint)
+        if entry is None or not isinstance(func, relax.Function):
+            continue
+        count = len(entry.inputs)
+        inputs, weights = list(func.params[:count]), list(func.params[count:])
+        graph = Graph(gvar.name_hint, func, model.mod)
+        folded = _evaluate(graph, {v: model.params[k] for v, k in zip(weights, entry.weights)})
+        # Only what something unfolded reads has to be stored.
+        roots = [v for v in folded if v in graph.escapes or any(u not in folded for u in graph.users.get(v, ()))]
+        new_vars: dict[relax.Var, relax.Var] = {}
+        names: list[str] = []
+        for var in roots:
+            array = np.ascontiguousarray(folded[var])
+            key = (str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).digest())
+            if key not in by_content:
+                name = f"folded.{len(by_content)}"
+                by_content[key], params[name] = name, array
+            names.append(by_content[key])
+            new_vars[var] = relax.Var(f"w_{by_content[key].replace('.', '_')}", var.ty)
+            record(accept(bytes_saved=array.nbytes).at("fold-weights", graph.name, var.name))
+        skip = {**{v: v for v in folded}, **new_vars}
+        still = [
+            (v, k)
+            for v, k in zip(weights, entry.weights)
+            if v in graph.escapes or any(u not in folded for u in graph.users.get(v, ()))
+        ]
+        params.update({k: model.params[k] for _, k in still})
+        if folded:
+            body = _Replace(skip).visit_expr(func.body)
+            new_params = [*inputs, *(v for v, _ in still), *new_vars.values()]
+            functions[gvar] = relax.Function(new_params, body, func.ret_ty, func.is_pure).with_attrs(func.attrs)
+            functions[gvar] = functions[gvar].with_attr("num_input", count)
+        elif len(still) != len(weights):
+            fresh = relax.Function([*inputs, *(v for v, _ in still)], func.body, func.ret_ty, func.is_pure)
+            functions[gvar] = fresh.with_attrs(func.attrs)
+        entries[gvar.name_hint] = replace(entry, weights=(*(k for _, k in still), *names))
+    defaults = {k: v for k, v in model.params.items() if any(k == s.name for e in entries.values() for s in e.inputs)}
+    mod = ir.IRModule(functions, attrs=model.mod.attrs)
+    relax.analysis.well_formed(mod)
+    return Model(mod, {**defaults, **params}, {**model.entries, **entries}, model.modalities, model.name)

@@ -1,0 +1,76 @@
+"""Weight-only values are computed once, shared between entries, and nothing else changes."""
+
+from __future__ import annotations
+
+import numpy as np
+import tvm
+from crossloom.fold_weights import fold_weights
+from crossloom.model import Entry, Model, TensorSpec
+from crossloom.verdict import Ledger
+from tvm import relax, tirx
+
+RNG = np.random.default_rng(0)
+W = RNG.standard_normal((6, 4), "float32")
+B = RNG.standard_normal((6,), "float32")
+
+
+def model() -> Model:
+    builder = relax.BlockBuilder()
+    entries = {}
+    for name in ("prefill", "decode"):
+        rows = tirx.Var("T", "int64")
+        x = relax.Var("x", relax.TensorType((rows, 4), "float32"))
+        w = relax.Var("w", relax.TensorType((6, 4), "float32"))
+        b = relax.Var("b", relax.TensorType((6,), "float32"))
+        with builder.function(name, [x, w, b], attrs={"num_input": 1}):
+            with builder.dataflow():
+                y = builder.emit(relax.op.matmul(x, builder.emit(relax.op.permute_dims(w))))
+                half = builder.emit(relax.op.astype(builder.emit(relax.op.multiply(b, relax.const(2.0))), "float16"))
+                y = builder.emit(relax.op.add(y, relax.op.astype(half, "float32")))
+                out = builder.emit_output(relax.Tuple([y, w]) if name == "decode" else y)
+            builder.emit_func_output(out)
+        spec = TensorSpec("x", ("T", 4), "float32")
+        outs = (TensorSpec("y", ("T", 6), "float32"),)
+        entries[name] = Entry(name, (spec,), outs, ("w", "b"))
+    return Model(builder.get(), {"w": W, "b": B}, entries)
+
+
+def run(model: Model, entry: str, x: np.ndarray) -> list[np.ndarray]:
+    vm = relax.VirtualMachine(tvm.compile(model.mod, tvm.target.Target({"kind": "llvm"})), tvm.cpu())
+    args = [x, *model.entry_params(entry)]
+    out = vm[entry](*[tvm.runtime.tensor(np.ascontiguousarray(a)) for a in args])
+    return [out.numpy()] if hasattr(out, "numpy") else [o.numpy() for o in out]
+
+
+def test_results_stay_and_the_transpose_is_gone():
+    with Ledger() as ledger:
+        folded = fold_weights(model())
+    assert "permute_dims" not in folded.mod.script() and "astype" not in folded.mod.script()
+    assert all(v.fired for v in ledger) and len(ledger) == 4
+    x = RNG.standard_normal((3, 4), "float32")
+    want = x @ W.T + (B * np.float32(2)).astype("float16").astype("float32")
+    for entry in ("prefill", "decode"):
+        np.testing.assert_allclose(run(folded, entry, x)[0], want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(run(folded, "decode", x)[1], W)
+
+
+def test_equal_values_are_stored_once_and_unused_weights_are_dropped():
+    folded = fold_weights(model())
+    assert folded.entries["prefill"].weights == ("folded.0", "folded.1")
+    assert folded.entries["decode"].weights == ("w", "folded.0", "folded.1")
+    assert set(folded.params) == {"w", "folded.0", "folded.1"}
+    assert int(folded.mod["decode"].attrs["num_input"]) == 1
+
+
+def test_folding_twice_changes_nothing_more():
+    once = fold_weights(model())
+    twice = fold_weights(once)
+    tvm.ir.assert_structural_equal(once.mod, twice.mod)
+    assert once.entries == twice.entries
+
+
+def test_the_input_model_is_left_alone():
+    before = model()
+    script = before.mod.script()
+    fold_weights(before)
+    assert before.mod.script() == script and set(before.params) == {"w", "b"}
