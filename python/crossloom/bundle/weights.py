@@ -112,8 +112,7 @@ def map_weights(path: Path, where: str) -> dict[str, np.ndarray]:
     data = np.memmap(path, np.uint8, "r", offset=0) if size > start else np.zeros(size, np.uint8)
     tensors: dict[str, np.ndarray] = {}
     for name, code, shape, offsets in items:
-        whole = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
-        if code not in _CODES or len(whole) != len(shape) + 2 or not all(type(n) is int and n >= 0 for n in whole):
+        if not (isinstance(code, str) and code in _CODES and _counts(shape) and _counts(offsets, 2)):
             raise damaged(where, f"tensor `{name}` of {path.name}")
         dtype = _CODES[code]
         begin, end = offsets
@@ -121,6 +120,14 @@ def map_weights(path: Path, where: str) -> dict[str, np.ndarray]:
             raise damaged(where, f"tensor `{name}` of {path.name} lies outside the file")
         tensors[name] = data[start + begin : start + end].view(dtype).reshape(shape)
     return tensors
+
+
+def _counts(value: object, length: int | None = None) -> bool:
+    return (
+        isinstance(value, list)
+        and length in (None, len(value))
+        and all(type(item) is int and item >= 0 for item in value)
+    )
 
 
 def _buffer(array: np.ndarray) -> memoryview:
