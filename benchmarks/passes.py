@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 
 import tvm
+from tvm import ir, relax, tirx
+
 from crossloom.flow import steps
 from crossloom.registry import passes
-from tvm import ir, relax, tirx
 
 SIZES = (100, 1000, 10000)
 LIMIT_S, GROWTH = 10.0, 20.0

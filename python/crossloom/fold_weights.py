@@ -61,7 +61,7 @@ _COMPUTE: dict[str, Callable[..., np.ndarray]] = {
 
 
 @mutator
-class _Replace(PyExprMutator):  # type: ignore[misc]
+class _Replace(PyExprMutator):
     """Drops folded bindings and puts the new parameters in their places."""
 
     def __init__(self, folded: dict[relax.Var, relax.Var]) -> None:

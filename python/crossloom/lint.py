@@ -154,8 +154,7 @@ def _features(call: relax.Call, fixed: set[Any], result_dtype: str) -> tuple[str
     op, args, found = call.op.name, call.args, []
     if op == "relax.strided_slice" and len(args) > 4 and isinstance(args[4], relax.Tuple):
         steps = [
-            getattr(getattr(step, "value", step), "value", getattr(step, "value", step))
-            for step in args[4].fields
+            getattr(getattr(step, "value", step), "value", getattr(step, "value", step)) for step in args[4].fields
         ]
         found += ["stepped"] * any(str(step) != "1" for step in steps)
     if op in _INDEXED and len(args) > 1 and not _constant(args[1], fixed):
@@ -215,9 +214,7 @@ def _judge(call: relax.Call, target: Target, unit: str, fixed: set[Any]) -> list
     return answers
 
 
-def _dynamic_row(
-    target: Target, unit: str, dtype: str, shapes: Sequence[Sequence[int | str]]
-) -> Capability | None:
+def _dynamic_row(target: Target, unit: str, dtype: str, shapes: Sequence[Sequence[int | str]]) -> Capability | None:
     rows = target.rows("*", dtype, shapes, unit=unit)
     return next((r for r in rows if "dynamic" in r.when.features and r.supported == "no"), None)
 
@@ -239,11 +236,7 @@ def _finding(support: Support, dtype: str, target: Target, op: str, where: str, 
     if support.answer == "unknown":
         severity = "info" if unit == "npu" else "warning"
         code = "op-unknown" if row is None else "disputed"
-        why = (
-            f"no row of {target.name}'s table says whether the {unit} takes it"
-            if row is None
-            else "sources disagree"
-        )
+        why = f"no row of {target.name}'s table says whether the {unit} takes it" if row is None else "sources disagree"
     else:
         severity = "error" if unit == "cpu" else "warning"
         condition = f" ({row.when})" if row is not None and str(row.when) else ""
@@ -314,9 +307,7 @@ def _memory(mod: tvm.ir.IRModule, model: Model | None, target: Target) -> Iterat
         if ram and largest > ram:
             what = f"at least {largest} bytes of activations at once"
             why = f"{target.name} has {ram} bytes of RAM"
-            yield Finding(
-                "error", "ram", gvar, at, "", what, why, source, "make the activations smaller, or use int8"
-            )
+            yield Finding("error", "ram", gvar, at, "", what, why, source, "make the activations smaller, or use int8")
 
 
 def _functions(mod: tvm.ir.IRModule) -> list[tuple[str, relax.Function]]:

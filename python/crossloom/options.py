@@ -53,9 +53,7 @@ def parse_pipeline(text: str) -> list[PassText]:
             for item in filter(None, (part.strip() for part in text[at + 1 : end].split(","))):
                 key, sign, value = item.partition("=")
                 if not sign:
-                    raise UsageError(
-                        f"pipeline text: option {item!r} of {name} has no value", "write key=value"
-                    )
+                    raise UsageError(f"pipeline text: option {item!r} of {name} has no value", "write key=value")
                 options.append((key.strip(), value.strip()))
             at = end + 1
         passes.append(PassText(name, tuple(options)))
@@ -94,9 +92,7 @@ def _convert(owner: str, key: str, hint: Any, value: Any) -> Any:
         if typing.get_origin(hint) is tuple:
             return tuple(part for part in value.split("+") if part)
     if typing.get_origin(hint) is typing.Literal and value not in typing.get_args(hint):
-        raise UsageError(
-            f"{owner}: {key}={value!r} is not one of {', '.join(map(str, typing.get_args(hint)))}"
-        )
+        raise UsageError(f"{owner}: {key}={value!r} is not one of {', '.join(map(str, typing.get_args(hint)))}")
     return value
 
 

@@ -17,6 +17,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from tvm import relax as rx
+
 from crossloom.bundle import Bundle, write_bundle
 from crossloom.bundle.archive import unpack
 from crossloom.bundle.link import arch_of, find_compiler, host_arch
@@ -31,10 +36,6 @@ from crossloom.errors import (
     UsageError,
 )
 from crossloom.model import Entry, Model, TensorSpec
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from safetensors.numpy import load_file
-from tvm import relax as rx
 
 TARGET = tvm.target.Target({"kind": "llvm"})
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from tvm import relax, tirx
+
 from crossloom.errors import UnsupportedModel, UsageError
 from crossloom.importers.compose import Chain, compose
 from crossloom.importers.specialize import specialize
 from crossloom.model import Entry, Model, TensorSpec
-from tvm import relax, tirx
 
 LLVM = tvm.target.Target({"kind": "llvm"})
 
@@ -33,12 +34,8 @@ def linear(weight: np.ndarray, *, rows="n", x="x", y="y", modality="", twice=Fal
             v = bb.emit(relax.Call(helper, [v]))
             out = bb.emit_output(relax.Tuple([v, px]) if twice else v)
         bb.emit_func_output(out)
-    outputs = [TensorSpec(y, (1, rows, m), "float32")] + (
-        [TensorSpec("same", (1, rows, k), "float32")] * twice
-    )
-    entry = Entry(
-        "run", (TensorSpec(x, (1, rows, k), "float32"),), tuple(outputs), ("w",), modality, bounds or {}
-    )
+    outputs = [TensorSpec(y, (1, rows, m), "float32")] + ([TensorSpec("same", (1, rows, k), "float32")] * twice)
+    entry = Entry("run", (TensorSpec(x, (1, rows, k), "float32"),), tuple(outputs), ("w",), modality, bounds or {})
     return Model(bb.finalize(), {"w": weight}, {"run": entry})
 
 
@@ -63,9 +60,7 @@ def test_chain_is_inlined_and_right():
     function = model.mod["vision"]
     assert int(function.attrs["num_input"]) == 1 and str(function.attrs["crossloom.modality"]) == "image"
     assert len(function.body.blocks) == 1, "one body: no call of the parts' own functions is left"
-    calls = [
-        getattr(b.value.op, "name", "") for b in function.body.blocks[0].bindings if hasattr(b.value, "op")
-    ]
+    calls = [getattr(b.value.op, "name", "") for b in function.body.blocks[0].bindings if hasattr(b.value, "op")]
     assert calls.count("relax.matmul") == 2
     x = random(1, 5, 4, seed=2)
     np.testing.assert_allclose(run(model, "vision", x)[0], np.tanh(np.tanh(x @ w1) @ w2), atol=1e-5)
@@ -106,9 +101,7 @@ def test_several_outputs_feed_by_name_and_last_part_returns_them():
 
 def test_misfit_names_both_sides():
     with pytest.raises(UnsupportedModel, match=r"'y'.*'tower'.*'x'.*'projector'.*axis 2: 6 against 5"):
-        compose(
-            {"tower": linear(random(4, 6)), "projector": linear(random(5, 3))}, {"e": ["tower", "projector"]}
-        )
+        compose({"tower": linear(random(4, 6)), "projector": linear(random(5, 3))}, {"e": ["tower", "projector"]})
 
 
 @pytest.mark.parametrize(

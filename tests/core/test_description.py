@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from crossloom.errors import UsageError
 from crossloom.importers.description import load_description
 from crossloom.importers.load import load_model

@@ -7,17 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import crossloom
 import numpy as np
 import pytest
 import tvm
+from tvm import relax
+
+import crossloom
 from crossloom.errors import UsageError
 from crossloom.flow import default_text, steps
 from crossloom.numerics import EXACT, REASSOCIATES, check, worst_error
 from crossloom.options import format_pipeline, parse_pipeline
 from crossloom.registry import STAGES, get_pass, passes
 from crossloom.verdict import Ledger, accept, record, refuse
-from tvm import relax
 
 ROOT = Path(__file__).resolve().parents[2]
 

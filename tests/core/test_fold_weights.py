@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import tvm
+from tvm import relax, tirx
+
 from crossloom.fold_weights import fold_weights
 from crossloom.model import Entry, Model, TensorSpec
 from crossloom.verdict import Ledger
-from tvm import relax, tirx
 
 RNG = np.random.default_rng(0)
 W = RNG.standard_normal((6, 4), "float32")

@@ -8,11 +8,12 @@ import gguf
 import numpy as np
 import pytest
 import tvm
+from tvm import relax
+
 from crossloom.errors import UnsupportedModel, UsageError
 from crossloom.importers.gguf import from_gguf
 from crossloom.importers.gguf_quant import TYPES, dequantize
 from crossloom.importers.gguf_reader import read_gguf
-from tvm import relax
 
 L, D, F, H, KV, V = 2, 64, 96, 4, 2, 40
 DH = D // H
@@ -24,9 +25,7 @@ def test_blocks_are_dequantized_bit_for_bit(qtype):
     kind = gguf.GGMLQuantizationType[qtype]
     stored = gguf.quants.quantize(rng.standard_normal((6, 64)).astype("float32"), kind).view(np.uint8)
     wanted = gguf.quants.dequantize(stored, kind)
-    np.testing.assert_array_equal(
-        dequantize(stored, qtype).view(np.uint32), wanted.view(np.uint32).reshape(-1)
-    )
+    np.testing.assert_array_equal(dequantize(stored, qtype).view(np.uint32), wanted.view(np.uint32).reshape(-1))
     assert TYPES[qtype][0] == int(kind)
 
 
@@ -38,9 +37,7 @@ def test_nibble_order_of_a_block_written_by_hand():
     np.testing.assert_array_equal(dequantize(q4_0, "Q4_0"), (wanted - 1) - 4)
 
 
-def write(
-    path: Path, arch="llama", qtype="F32", *, skip=(), keys=None, tied=False, factors=False, extra=None
-):
+def write(path: Path, arch="llama", qtype="F32", *, skip=(), keys=None, tied=False, factors=False, extra=None):
     """Write a random decoder; return its weights as stored, dequantized by the gguf package."""
     rng = np.random.default_rng(3)
     writer = gguf.GGUFWriter(path, arch)
@@ -113,9 +110,7 @@ def forward(w, ids, arch, divide=1.0):
     for i in range(L):
         g = lambda k, i=i: w[f"blk.{i}.{k}.weight"]
         h = norm(x, g("attn_norm"))
-        q, k, v = (
-            (h @ g(f"attn_{p}").T + w.get(f"blk.{i}.attn_{p}.bias", 0.0)).reshape(n, -1, DH) for p in "qkv"
-        )
+        q, k, v = ((h @ g(f"attn_{p}").T + w.get(f"blk.{i}.attn_{p}.bias", 0.0)).reshape(n, -1, DH) for p in "qkv")
         if arch == "qwen3":
             q, k = norm(q, g("attn_q_norm")), norm(k, g("attn_k_norm"))
         q, k = rotate(q), rotate(k)

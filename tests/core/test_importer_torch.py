@@ -7,9 +7,10 @@ import sys
 import numpy as np
 import pytest
 import tvm
+from tvm import relax
+
 from crossloom.errors import ToolchainMissing, UnsupportedModel, UsageError
 from crossloom.importers.torch import from_torch
-from tvm import relax
 
 
 def run(model, *inputs):
@@ -149,14 +150,9 @@ def test_vit_and_whisper_like_encoders():
             self.layer = nn.Linear(16, 16)
 
         def forward(self, mel):
-            x = (
-                nn.functional.gelu(self.conv2(nn.functional.gelu(self.conv1(mel)))).transpose(1, 2)
-                + self.position
-            )
+            x = nn.functional.gelu(self.conv2(nn.functional.gelu(self.conv1(mel)))).transpose(1, 2) + self.position
             h = self.layer(x).view(1, 5, 2, 8).transpose(1, 2)
-            return x + nn.functional.scaled_dot_product_attention(h, h, h).transpose(1, 2).reshape(
-                1, 5, 16
-            ), h
+            return x + nn.functional.scaled_dot_product_attention(h, h, h).transpose(1, 2).reshape(1, 5, 16), h
 
     torch.manual_seed(2)
     check(Vision(), torch.randn(1, 3, 12, 12), modality="image", entry="vision")

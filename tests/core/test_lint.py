@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import tvm
-from crossloom.lint import Finding, lint
-from crossloom.model import Entry, Model
-from crossloom.targets import get_target
 from tvm import relax
 from tvm.relax import TensorType
 from tvm.relax import op as R
+
+from crossloom.lint import Finding, lint
+from crossloom.model import Entry, Model
+from crossloom.targets import get_target
 
 
 def module(
@@ -105,9 +106,7 @@ def test_what_truly_fails_on_a_cpu() -> None:
     (finding,) = lint(same, get_target("host"))
     assert finding.severity == "error" and finding.code == "dtype" and "bool" in finding.what
     assert lint(module(R.equal, ((4,), "float32"), ((4,), "float32")), get_target("host")) == []
-    assert codes(lint(module(lambda x: R.cumsum(x, 0, "int32"), ((4,), "bool")), get_target("host"))) == [
-        "dtype"
-    ]
+    assert codes(lint(module(lambda x: R.cumsum(x, 0, "int32"), ((4,), "bool")), get_target("host"))) == ["dtype"]
 
 
 def test_indices_known_at_build_time_are_fine() -> None:

@@ -6,6 +6,9 @@ import time
 
 import pytest
 import tvm
+from tvm import relax, tirx
+from tvm.relax.dpl import is_op, wildcard
+
 from crossloom.rewrite import (
     Rule,
     composite_attrs,
@@ -16,8 +19,6 @@ from crossloom.rewrite import (
     rewrite_pass,
 )
 from crossloom.verdict import Ledger
-from tvm import relax, tirx
-from tvm.relax.dpl import is_op, wildcard
 
 
 def silu_rule(**kwargs) -> Rule:

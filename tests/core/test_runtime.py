@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
+from tvm import relax as rx
+
 from crossloom.bundle import Bundle, write_bundle
 from crossloom.bundle.link import host_arch
 from crossloom.errors import InternalError, ToolchainFailed, ToolchainMissing, UsageError
@@ -23,7 +25,6 @@ from crossloom.runtime import DeviceTensor, Session, open_session
 from crossloom.runtime.board import Board
 from crossloom.runtime.board_libs import runtime_libs
 from crossloom.runtime.cross import server_program
-from tvm import relax as rx
 
 HOST = {"kind": "llvm"}
 ARM = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "cortex-a76", "mattr": ["+neon"]}

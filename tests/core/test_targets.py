@@ -7,6 +7,7 @@ import importlib.metadata
 from pathlib import Path
 
 import pytest
+
 from crossloom.errors import UnsupportedTarget, UsageError
 from crossloom.targets import compatibility, get_target, list_targets, load_target_file
 from crossloom.targets.model import Support
@@ -151,11 +152,7 @@ def test_unknown_names_get_the_closest() -> None:
 def test_raw_tvm_targets() -> None:
     text = "llvm -mtriple=aarch64-linux-gnu -mcpu=cortex-a76 -mattr=+neon,+dotprod -num-cores=4"
     target = get_target(text)
-    assert (
-        target.cpu.mattr == ("+neon", "+dotprod")
-        and target.cpu.num_cores == 4
-        and target.cpu.vector_bytes == 16
-    )
+    assert target.cpu.mattr == ("+neon", "+dotprod") and target.cpu.num_cores == 4 and target.cpu.vector_bytes == 16
     json = '{"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "cortex-a76",'
     same = get_target(json + ' "mattr": ["+neon", "+dotprod"], "num-cores": 4}')
     assert same.cpu == target.cpu and str(same.tvm_target()) == str(target.tvm_target())

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from crossloom.passes.accumulate_matmul_fp32 import AccumulateMatmulInFloat32
-from crossloom.passes.inline_composites import InlineComposites
-from crossloom.flow import steps
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
+
+from crossloom.flow import steps
+from crossloom.passes.accumulate_matmul_fp32 import AccumulateMatmulInFloat32
+from crossloom.passes.inline_composites import InlineComposites
 
 TARGET = tvm.target.Target({"kind": "llvm"})
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from crossloom.flow import steps
 from tvm import relax
+
+from crossloom.flow import steps
 
 HOST = {"kind": "llvm"}
 A76 = {

@@ -93,8 +93,7 @@ def compose(
     if not entries:
         raise UsageError("compose() was given no entries", "name at least one, e.g. {'main': ['part']}")
     chains = {
-        key: value if isinstance(value, Chain) else Chain(tuple(_listed(key, value)))
-        for key, value in entries.items()
+        key: value if isinstance(value, Chain) else Chain(tuple(_listed(key, value))) for key, value in entries.items()
     }
     picked = {key: [_pick(parts, key, item) for item in chain.parts] for key, chain in chains.items()}
     for key, items in picked.items():
@@ -131,9 +130,7 @@ def _pick(parts: Mapping[str, Model], key: str, item: str) -> tuple[str, str]:
     """Resolve ``part`` or ``part:entry`` for the entry `key`."""
     part, _, wanted = item.partition(":")
     if part not in parts:
-        raise UsageError(
-            f"entry {key!r} names an unknown part {part!r}", f"parts: {', '.join(sorted(parts))}"
-        )
+        raise UsageError(f"entry {key!r} names an unknown part {part!r}", f"parts: {', '.join(sorted(parts))}")
     names = list(parts[part].entries)
     if wanted:
         if wanted not in names:
@@ -151,9 +148,7 @@ def _pick(parts: Mapping[str, Model], key: str, item: str) -> tuple[str, str]:
 def _modalities(parts: Mapping[str, Model], given: Mapping[str, str]) -> dict[str, str]:
     unknown = [key for key in given if key not in parts]
     if unknown:
-        raise UsageError(
-            f"modalities name an unknown part {unknown[0]!r}", f"parts: {', '.join(sorted(parts))}"
-        )
+        raise UsageError(f"modalities name an unknown part {unknown[0]!r}", f"parts: {', '.join(sorted(parts))}")
     tags = {}
     for key, model in parts.items():
         own = [entry.modality for entry in model.entries.values() if entry.modality]
@@ -285,13 +280,10 @@ def _fit(producer: _Step, output: int, consumer: _Step, position: int, bound: Su
     given, taken = output_types(producer.function)[output], consumer.inputs[position].ty
     left, right = producer.entry.outputs[output], consumer.entry.inputs[position]
     sides = (
-        f"output {_told(left)} of part {producer.part!r} does not fit "
-        f"input {_told(right)} of part {consumer.part!r}"
+        f"output {_told(left)} of part {producer.part!r} does not fit input {_told(right)} of part {consumer.part!r}"
     )
     if str(given.dtype) != str(taken.dtype):
-        raise UnsupportedModel(
-            f"{sides}: dtype {given.dtype} against {taken.dtype}", "export both with one dtype"
-        )
+        raise UnsupportedModel(f"{sides}: dtype {given.dtype} against {taken.dtype}", "export both with one dtype")
     try:
         unify(list(given.shape), list(taken.shape), bound)
     except ShapeConflict as conflict:
@@ -325,9 +317,7 @@ def _inline(
             else:
                 spec_name = step.entry.inputs[position].name
                 taken = {name for name, _ in inputs}
-                inputs.append(
-                    (_free(spec_name if spec_name not in taken else f"{step.part}_{spec_name}", taken), var)
-                )
+                inputs.append((_free(spec_name if spec_name not in taken else f"{step.part}_{spec_name}", taken), var))
         for weight, var in zip(step.weights, list(step.function.params)[len(step.inputs) :]):
             if weight in weights:
                 late.append(_bind(var, weights[weight]))

@@ -53,9 +53,7 @@ def load_description(path: str | Path) -> Model:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{str(path)!r} is not TOML: {error}") from error
     read = _Reader(path)
-    read.keys(
-        document, "", {"name": str, "weights": str, "parts": dict, "entries": dict}, ("parts", "entries")
-    )
+    read.keys(document, "", {"name": str, "weights": str, "parts": dict, "entries": dict}, ("parts", "entries"))
     files: dict[str, Path] = {}
     tags: dict[str, str] = {}
     for key, table in document["parts"].items():

@@ -54,9 +54,7 @@ def from_gguf(path: str | Path, *, entries: Sequence[str] = ENTRIES, name: str |
     """
     unknown = [entry for entry in entries if entry not in ENTRIES]
     if unknown or not entries:
-        raise UsageError(
-            f"no GGUF entry {unknown[0] if unknown else '(none)'!r}", f"entries: {', '.join(ENTRIES)}"
-        )
+        raise UsageError(f"no GGUF entry {unknown[0] if unknown else '(none)'!r}", f"entries: {', '.join(ENTRIES)}")
     file = read_gguf(path)
     config = _config(file)
     _check_tensors(file, config)
@@ -133,14 +131,10 @@ def _config(file: GGUFFile) -> DecoderConfig:
     kv_heads = size("attention.head_count_kv", heads)
     head_dim = size("attention.key_length", dim // heads)
     if size("attention.value_length", head_dim) != head_dim or heads % kv_heads:
-        raise UnsupportedModel(
-            f"{where!r}: {heads} heads of {head_dim} over {kv_heads} key/value heads are not read"
-        )
+        raise UnsupportedModel(f"{where!r}: {heads} heads of {head_dim} over {kv_heads} key/value heads are not read")
     rotated = size("rope.dimension_count", head_dim)
     if rotated % 2 or rotated > head_dim:
-        raise UnsupportedModel(
-            f"{where!r}: '{arch}.rope.dimension_count' is {rotated}, a head has {head_dim}"
-        )
+        raise UnsupportedModel(f"{where!r}: '{arch}.rope.dimension_count' is {rotated}, a head has {head_dim}")
     base = float(get(f"{arch}.rope.freq_base", (int, float), 10000.0))
     frequency = base ** (-np.arange(0, rotated, 2, dtype=np.float64) / rotated)
     scaling = get(f"{arch}.rope.scaling.type", str, "none")
@@ -152,9 +146,7 @@ def _config(file: GGUFFile) -> DecoderConfig:
     factors = file.tensors.get("rope_freqs.weight")
     if factors is not None:
         if factors.shape != frequency.shape:
-            raise UnsupportedModel(
-                f"{where!r}: 'rope_freqs.weight' is {factors.shape}, wanted {frequency.shape}"
-            )
+            raise UnsupportedModel(f"{where!r}: 'rope_freqs.weight' is {factors.shape}, wanted {frequency.shape}")
         frequency = frequency / factors.dequantize()
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
@@ -201,9 +193,7 @@ def _check_tensors(file: GGUFFile, c: DecoderConfig) -> None:
         if key not in file.tensors:
             raise UnsupportedModel(f"{str(file.path)!r} has no tensor {key!r}", "convert the file again")
     if c.layers > len(file.tensors):
-        raise UnsupportedModel(
-            f"{str(file.path)!r} says {c.layers} layers and has {len(file.tensors)} tensors"
-        )
+        raise UnsupportedModel(f"{str(file.path)!r} says {c.layers} layers and has {len(file.tensors)} tensors")
     for key, tensor in file.tensors.items():
         wanted = needed.get(key, optional.get(key))
         if wanted is None:

@@ -89,9 +89,7 @@ class DecoderBuilder:
         return out if bias is None else emit(op.add(out, bias))
 
     def _norm(self, x: relax.Expr, name: str) -> relax.Expr:
-        return self.bb.emit(
-            op.nn.rms_norm(x, self.weights[f"{name}.weight"], axes=-1, epsilon=self.config.eps)
-        )
+        return self.bb.emit(op.nn.rms_norm(x, self.weights[f"{name}.weight"], axes=-1, epsilon=self.config.eps))
 
     def _rotate(self, x: relax.Expr, cos: relax.Expr, sin: relax.Expr) -> relax.Expr:
         """Rotate ``(1, T, heads, head_dim)`` by tables ``(1, T, 1, n/2)``."""

@@ -114,9 +114,7 @@ def read_gguf(path: str | Path) -> GGUFFile:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if size < 24:
-                raise UnsupportedModel(
-                    f"{str(path)!r}: truncated, {size} bytes are no GGUF file", "download it again"
-                )
+                raise UnsupportedModel(f"{str(path)!r}: truncated, {size} bytes are no GGUF file", "download it again")
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise UsageError(f"cannot read {str(path)!r}: {error.strerror}") from error
@@ -175,7 +173,5 @@ def _tensor_info(cursor: _Cursor, index: int) -> tuple[str, tuple[int, ...], str
             f"convert it to one of {', '.join(TYPES)}",
         )
     if stored[0] % TYPES[qtype][1]:
-        raise cursor.bad(
-            f"{what}: rows of {stored[0]} are no multiple of {qtype}'s block of {TYPES[qtype][1]}"
-        )
+        raise cursor.bad(f"{what}: rows of {stored[0]} are no multiple of {qtype}'s block of {TYPES[qtype][1]}")
     return name, tuple(reversed(stored)), qtype, offset

@@ -42,9 +42,7 @@ def load_model(
             f"formats: {', '.join(FORMATS)}; a PyTorch checkpoint must be exported with torch.export first",
         )
     if input_shapes and kind != "onnx":
-        raise UsageError(
-            f"input shapes cannot be given for a {kind} model", "bind dimensions with specialize()"
-        )
+        raise UsageError(f"input shapes cannot be given for a {kind} model", "bind dimensions with specialize()")
     if kind == "onnx":
         from .onnx import from_onnx
 

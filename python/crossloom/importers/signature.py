@@ -35,14 +35,10 @@ def tensor_spec(name: str, ty: tvm.ir.Type) -> TensorSpec:
         When `ty` is no tensor, or its rank, shape or dtype is unknown.
     """
     if not isinstance(ty, relax.TensorType):
-        raise UnsupportedModel(
-            f"{name!r} is a {type(ty).__name__}, not a tensor", "return and take tensors only"
-        )
+        raise UnsupportedModel(f"{name!r} is a {type(ty).__name__}, not a tensor", "return and take tensors only")
     shape = ty.shape
     if shape is None or not hasattr(shape, "values"):
-        raise UnsupportedModel(
-            f"the shape of {name!r} is not known", "give its shape when exporting the model"
-        )
+        raise UnsupportedModel(f"the shape of {name!r} is not known", "give its shape when exporting the model")
     return TensorSpec(name, tuple(dimension(dim) for dim in shape), str(ty.dtype))
 
 
@@ -129,8 +125,7 @@ def check_entry(model: Model, name: str, where: str = "") -> relax.Function:
     wanted = len(entry.inputs) + len(entry.weights)
     if len(function.params) != wanted:
         raise UnsupportedModel(
-            f"function {name!r} of {where!r} takes {len(function.params)} parameters, "
-            f"its entry lists {wanted}",
+            f"function {name!r} of {where!r} takes {len(function.params)} parameters, its entry lists {wanted}",
             "list every input and every weight of the function, in order",
         )
     if len(output_types(function)) != len(entry.outputs):

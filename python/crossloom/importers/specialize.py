@@ -66,9 +66,7 @@ def specialize(model: Model, sizes: Mapping[str, int]) -> Model:
         functions[gv] = function
     missing = [key for key in sizes if key not in used]
     if missing:
-        known = sorted(
-            {name for gv, f in functions.items() if gv.name_hint in entries for name in symbolic_names(f)}
-        )
+        known = sorted({name for gv, f in functions.items() if gv.name_hint in entries for name in symbolic_names(f)})
         raise UsageError(
             f"no entry has a dimension {missing[0]!r}", f"dimensions left: {', '.join(known) or 'all static'}"
         )

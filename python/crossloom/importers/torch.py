@@ -87,9 +87,7 @@ def from_torch(
         )
     except UnsupportedModel:
         raise
-    except (
-        Exception
-    ) as error:  # the translator raises assertions, ValueError, tvm errors: all mean the same here
+    except Exception as error:  # the translator raises assertions, ValueError, tvm errors: all mean the same here
         raise UnsupportedModel(
             f"PyTorch program cannot be translated: {_first_line(error)}",
             "replace the operator named, or export the part to ONNX",
@@ -118,16 +116,12 @@ def _program(torch: Any, module: Any, args: Any, dynamic_shapes: Any, kwargs: An
         except Exception as error:
             raise UnsupportedModel(f"{str(path)!r} cannot be read: {_first_line(error)}") from error
     if not isinstance(module, torch.nn.Module):
-        raise UsageError(
-            f"from_torch() takes a module, an exported program or a path, not {type(module).__name__}"
-        )
+        raise UsageError(f"from_torch() takes a module, an exported program or a path, not {type(module).__name__}")
     if args is None:
         raise UsageError("from_torch() needs example inputs for a module", "pass args=(tensor, ...)")
     try:
         with torch.no_grad():
-            return torch.export.export(
-                module.eval(), tuple(args), kwargs=kwargs, dynamic_shapes=dynamic_shapes
-            )
+            return torch.export.export(module.eval(), tuple(args), kwargs=kwargs, dynamic_shapes=dynamic_shapes)
     except Exception as error:
         raise UnsupportedModel(
             f"torch.export refuses {type(module).__name__}: {_first_line(error)}",
@@ -152,9 +146,7 @@ def _as_model(
     function = mod["main"]
     kinds = torch.export.graph_signature.InputKind
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-    bounds = {
-        key: int(value) for key, value in dict((function.attrs or {}).get("tir_var_upper_bound", {})).items()
-    }
+    bounds = {key: int(value) for key, value in dict((function.attrs or {}).get("tir_var_upper_bound", {})).items()}
     inputs, weights, params = [], [], {}
     owner: dict[tuple[Any, ...], str] = {}
     first: dict[str, relax.Var] = {}
@@ -179,9 +171,7 @@ def _as_model(
     blocks = ([relax.DataflowBlock(tied)] if tied else []) + list(function.body.blocks)
     count = len(output_types(function))
     users = [spec.arg.name for spec in program.graph_signature.output_specs]
-    outputs = (
-        users if len(users) == count and len(set(users)) == count else [f"output_{i}" for i in range(count)]
-    )
+    outputs = users if len(users) == count and len(set(users)) == count else [f"output_{i}" for i in range(count)]
     function = relax.Function(
         kept, relax.SeqExpr(blocks, function.body.body), function.ret_ty, is_pure=bool(function.is_pure)
     )

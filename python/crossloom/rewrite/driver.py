@@ -58,9 +58,7 @@ class Site:
         Emits into the place of the root; ``add_func`` adds private functions (equal ones are shared).
     """
 
-    def __init__(
-        self, match: Match, builder: relax.BlockBuilder, visit: Callable[[relax.Expr], relax.Expr]
-    ) -> None:
+    def __init__(self, match: Match, builder: relax.BlockBuilder, visit: Callable[[relax.Expr], relax.Expr]) -> None:
         self.match, self.builder, self._visit = match, builder, visit
 
     def __getitem__(self, name: str) -> relax.Expr:
@@ -181,7 +179,7 @@ def _judge(rule: Rule, match: Match, claimed: set[relax.Var]) -> Verdict:
 
 
 @mutator
-class _Rewriter(PyExprMutator):  # type: ignore[misc]
+class _Rewriter(PyExprMutator):
     """Emits a function anew with replacements in place of their roots."""
 
     def __init__(self, mod: ir.IRModule) -> None:
@@ -250,9 +248,7 @@ def apply_rules(mod: ir.IRModule, rules: Sequence[Rule]) -> ir.IRModule:
         claimed: set[relax.Var] = set()
         todo: dict[relax.Var, tuple[Rule, Match]] = {}
         for rule in rules:
-            roots = sorted(
-                (v for r in rule.roots for v in by_root.get(r, ())), key=graph.position.__getitem__
-            )
+            roots = sorted((v for r in rule.roots for v in by_root.get(r, ())), key=graph.position.__getitem__)
             for var in roots:
                 found = rule.match(graph, var)
                 if found is None:

@@ -13,9 +13,7 @@ def children(value: relax.Expr) -> Iterator[relax.Expr]:
     while stack:
         expr = stack.pop()
         if isinstance(expr, relax.Call):
-            stack.extend(
-                reversed([*expr.args, expr.op] if isinstance(expr.op, relax.Var) else list(expr.args))
-            )
+            stack.extend(reversed([*expr.args, expr.op] if isinstance(expr.op, relax.Var) else list(expr.args)))
         elif isinstance(expr, relax.Tuple):
             stack.extend(reversed(list(expr.fields)))
         elif isinstance(expr, relax.TupleGetItem):
@@ -110,16 +108,12 @@ class Graph:
 
     def call(self, expr: relax.Expr, *ops: str) -> relax.Call | None:
         """Return the call that ``expr`` is bound to when its operator is one of ``ops``."""
-        return self.resolve(expr) if self.op(expr) in ops else None  # type: ignore[return-value]
+        return self.resolve(expr) if self.op(expr) in ops else None
 
     def callee(self, expr: relax.Expr) -> relax.Function | None:
         """Return the private Relax function that ``expr`` is the result of calling, if it is one."""
         call = self.resolve(expr)
-        if (
-            isinstance(call, relax.Call)
-            and isinstance(call.op, ir.GlobalVar)
-            and call.op in self.mod.functions
-        ):
+        if isinstance(call, relax.Call) and isinstance(call.op, ir.GlobalVar) and call.op in self.mod.functions:
             func = self.mod[call.op]
             return func if isinstance(func, relax.Function) else None
         return None

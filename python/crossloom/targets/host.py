@@ -45,9 +45,7 @@ def _hidden(mcpu: str) -> tuple[str, ...]:
             flags = set(line.partition(":")[2].split())
             break
     believed = codegen.llvm_get_cpu_features(tvm.target.Target({"kind": "llvm", "mcpu": mcpu}))
-    return tuple(
-        sorted(f"-{name}" for name, flag in _HIDEABLE.items() if name in believed and flag not in flags)
-    )
+    return tuple(sorted(f"-{name}" for name, flag in _HIDEABLE.items() if name in believed and flag not in flags))
 
 
 @lru_cache(maxsize=1)

@@ -353,9 +353,7 @@ class Target:
         """Whether code for it runs on this machine as it is: same architecture and operating system."""
         arch = self.cpu.triple.split("-")[0]
         here = {"AMD64": "x86_64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
-        system = {"Darwin": ("apple",), "Linux": ("linux",), "Windows": ("windows",)}.get(
-            platform.system(), ()
-        )
+        system = {"Darwin": ("apple",), "Linux": ("linux",), "Windows": ("windows",)}.get(platform.system(), ())
         return {"aarch64": "arm64"}.get(arch, arch) == here and any(s in self.cpu.triple for s in system)
 
     @property
@@ -385,9 +383,7 @@ class Target:
             return tvm.target.Target(config)
         except (ValueError, TypeError, RuntimeError) as error:
             reason = str(error).split(". Target creation")[0].strip().splitlines()[-1]
-            raise UnsupportedTarget(
-                f"TVM cannot make a target of {self}: {reason}", "correct the attribute"
-            ) from None
+            raise UnsupportedTarget(f"TVM cannot make a target of {self}: {reason}", "correct the attribute") from None
 
     def bank(self, name: str) -> Bank:
         """Return the memory of that name; UsageError lists those there are."""
@@ -492,14 +488,10 @@ class Target:
             if scheme.answer != "yes":
                 return scheme
         computed = self.npu.converts.get(dtype, "") if unit == "npu" and self.npu is not None else ""
-        rows = self.rows(
-            op, computed or dtype, shapes, unit=unit, features=features, attrs=attrs, precision=precision
-        )
+        rows = self.rows(op, computed or dtype, shapes, unit=unit, features=features, attrs=attrs, precision=precision)
         answer, row = _decide(op, unit, rows)
         disputed = tuple(r for r in rows if r.confidence == "conflict")
-        return Support(
-            answer, row, unit, computed, disputed if row in disputed and answer == "unknown" else ()
-        )
+        return Support(answer, row, unit, computed, disputed if row in disputed and answer == "unknown" else ())
 
 
 def _decide(op: str, unit: str, rows: Sequence[Capability]) -> tuple[Answer, Capability | None]:

@@ -59,9 +59,7 @@ def list_targets() -> dict[str, Target]:
     for plugin, path in _plugin_files():
         target = load_target_file(path)
         if target.name in found:
-            raise UsageError(
-                f"plugin {plugin!r} defines target {target.name!r}, which exists already", "rename it"
-            )
+            raise UsageError(f"plugin {plugin!r} defines target {target.name!r}, which exists already", "rename it")
         found[target.name] = target
     return dict(sorted(found.items()))
 
@@ -71,14 +69,10 @@ def _raw(text: str) -> Target:
     if cpu.kind == "llvm" and not cpu.triple:
         cpu = replace(cpu, triple=codegen.llvm_get_system_triple())
     base = list_targets()["host"]
-    target = Target(
-        "custom", f"TVM target {text}", _family(cpu), cpu, spec=text, capabilities=base.capabilities
-    )
+    target = Target("custom", f"TVM target {text}", _family(cpu), cpu, spec=text, capabilities=base.capabilities)
     tvm_target = target.tvm_target()
     if cpu.kind == "llvm":
-        target = replace(
-            target, cpu=replace(cpu, vector_bytes=codegen.llvm_get_vector_width(tvm_target) // 8)
-        )
+        target = replace(target, cpu=replace(cpu, vector_bytes=codegen.llvm_get_vector_width(tvm_target) // 8))
     return target
 
 
@@ -107,13 +101,9 @@ def _npu_target(spec: str, text: str) -> Target:
         return override(_known(spec, name), options, spec)
     key, default = _NPUS[name]
     chip = options.pop(key, default)
-    served = {
-        t.npu.platform: t for t in list_targets().values() if t.npu is not None and t.npu.codegen == name
-    }
+    served = {t.npu.platform: t for t in list_targets().values() if t.npu is not None and t.npu.codegen == name}
     if chip not in served:
-        raise UnsupportedTarget(
-            f"target {spec!r}: {name} has no {key} {chip!r}", f"known: {', '.join(served)}"
-        )
+        raise UnsupportedTarget(f"target {spec!r}: {name} has no {key} {chip!r}", f"known: {', '.join(served)}")
     target = override(served[chip], options, spec)
     npu = target.npu
     return target if npu is None else replace(target, npu=replace(npu, options={**npu.options, key: chip}))
@@ -146,9 +136,7 @@ def get_target(spec: str | Target) -> Target:
     if second is not None:
         npu = _npu_target(text, first)
         if npu.npu is None:
-            raise UsageError(
-                f"target {text!r}: {first!r} has no NPU", "write one CPU target, or an NPU before it"
-            )
+            raise UsageError(f"target {text!r}: {first!r} has no NPU", "write one CPU target, or an NPU before it")
         cpu = get_target(second).cpu
         # The clusters and caches are the chip's; the code generation is as the user wrote it.
         return replace(npu, cpu=replace(cpu, clusters=npu.cpu.clusters, l3_bytes=npu.cpu.l3_bytes))

@@ -37,9 +37,7 @@ def split_options(text: str) -> tuple[str, dict[str, str]]:
     except ValueError as error:
         raise UsageError(f"target {text!r}: {error}") from None
     if not words or words[0].startswith("-"):
-        raise UsageError(
-            f"target {text!r} does not start with a name", "e.g. `rk3588` or `llvm -mcpu=cortex-a76`"
-        )
+        raise UsageError(f"target {text!r} does not start with a name", "e.g. `rk3588` or `llvm -mcpu=cortex-a76`")
     options: dict[str, str] = {}
     for word in words[1:]:
         key, sign, value = word.lstrip("-").partition("=")
@@ -81,9 +79,7 @@ def raw_cpu(text: str) -> Cpu:
         kind, options = split_options(text)
         config = {key: _value(text, key, value) for key, value in options.items()}
         # `-target=` was the option's name before TVM 0.8.
-        config = {"mtriple" if key == "target" else key: value for key, value in config.items()} | {
-            "kind": kind
-        }
+        config = {"mtriple" if key == "target" else key: value for key, value in config.items()} | {"kind": kind}
     for key, kinds in (("mtriple", str), ("mcpu", str), ("mattr", tuple), ("num-cores", int)):
         if key in config and not isinstance(config[key], kinds):
             raise UsageError(f"target {text!r}: {key} has the wrong type: {config[key]!r}")
