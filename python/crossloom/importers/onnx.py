@@ -112,8 +112,9 @@ def _split(
             tensors[node.output[0]] = folded
     for node in nodes:
         _clamp_slice(node, tensors)
-    used = {n for node in nodes for n in _reads(node)} | {o.name for o in graph.output}
-    constants, weights = {}, {}
+    used = {n for node in nodes for n in onnx_check.reads(node)} | {o.name for o in graph.output}
+    constants: dict[str, np.ndarray] = {}
+    weights: dict[str, np.ndarray] = {}
     for name, array in tensors.items():
         if name not in used:
             continue
@@ -135,14 +136,6 @@ def _clamp_slice(node: onnx.NodeProto, tensors: dict[str, np.ndarray]) -> None:
             tensors[name + ".clamped"] = np.clip(tensors[name], -limit, limit)
 
 
-def _reads(node: onnx.NodeProto) -> list[str]:
-    names = list(node.input)
-    for attribute in node.attribute:
-        for nested in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-            names += [n for inner in nested.node for n in _reads(inner)] + [o.name for o in nested.output]
-    return names
-
-
 def _linear(node: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
     """Spell MatMulNBits, its weight (N, K) now float, as Transpose, MatMul and Add."""
     y = node.output[0]
@@ -157,9 +150,7 @@ def _linear(node: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
     return out
 
 
-def _fold(
-    node: onnx.NodeProto, tensors: dict[str, np.ndarray], opset: int, folder: Path | None
-) -> np.ndarray | None:
+def _fold(node: onnx.NodeProto, tensors: dict[str, np.ndarray], opset: int, folder: Path | None) -> np.ndarray | None:
     where = onnx_check.describe(node)
     attrs = {a.name: a for a in node.attribute}
     if node.domain == "com.microsoft" and node.op_type == "MatMulNBits":
@@ -234,6 +225,4 @@ def _finish(
         upper_bounds=dict(upper_bounds),
     )
     values = {n: weights[n] for n, _ in kept} | defaults
-    return Model(
-        mod, values, {entry: described}, {entry: modality} if modality else {}, graph.name or "model"
-    )
+    return Model(mod, values, {entry: described}, {entry: modality} if modality else {}, graph.name or "model")

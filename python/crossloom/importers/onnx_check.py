@@ -42,6 +42,15 @@ def walk(graph: onnx.GraphProto, depth: int = 0) -> Iterator[onnx.NodeProto]:
                 yield from walk(nested, depth + 1)
 
 
+def reads(node: onnx.NodeProto) -> list[str]:
+    """Names a node reads, those its nested graphs read included."""
+    names = list(node.input)
+    for attribute in node.attribute:
+        for nested in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+            names += [n for inner in nested.node for n in reads(inner)] + [o.name for o in nested.output]
+    return names
+
+
 def describe(node: onnx.NodeProto) -> str:
     """Name a node in messages: operator, domain, and its own or its first output's name."""
     domain = node.domain or "ai.onnx"
@@ -156,9 +165,7 @@ def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
         if tensor.data_location != TensorProto.EXTERNAL and tensor.ByteSize() <= _SMALL_BYTES:
             out.graph.initializer.append(tensor)
         elif tensor.name not in given:
-            out.graph.input.append(
-                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
-            )
+            out.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
     return out
 
 

@@ -125,9 +125,7 @@ def rotate(c: Call, x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
     half = dims_of(cos)[-1]
     r = 2 * half
     if r > dim:
-        raise UnsupportedModel(
-            f"{c.where}: tables are wider than the head ({r} > {dim})", "correct cos_cache"
-        )
+        raise UnsupportedModel(f"{c.where}: tables are wider than the head ({r} > {dim})", "correct cos_cache")
     cos, sin = (c.emit(op.expand_dims(t, 1)) for t in (cos, sin))
 
     def part(lo: int, hi: int, step: int = 1) -> Any:
@@ -169,9 +167,7 @@ def rotary_embedding(c: Call) -> list[Any]:
     seq = dims_of(x)[2]
     if pos.ty.ndim == 1:
         pos = c.emit(op.add(op.expand_dims(op.arange(0, seq, 1, "int64"), 0), op.expand_dims(pos, 0)))
-    y = rotate(
-        c, x, c.emit(op.take(cos, pos, 0)), c.emit(op.take(sin, pos, 0)), bool(c.attrs.get("interleaved", 0))
-    )
+    y = rotate(c, x, c.emit(op.take(cos, pos, 0)), c.emit(op.take(sin, pos, 0)), bool(c.attrs.get("interleaved", 0)))
     if flat:
         y = c.emit(op.reshape(c.emit(op.permute_dims(y, [0, 2, 1, 3])), shape))
     return [y]

@@ -14,8 +14,10 @@ from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend as frontend
 
 from crossloom.errors import CrossloomError, UnsupportedModel
-from crossloom.importers.onnx_check import describe
+from crossloom.importers import onnx_shaped
+from crossloom.importers.onnx_check import describe, reads
 from crossloom.importers.onnx_contrib import CONVERTERS, Call
+from crossloom.importers.onnx_symbolic import ShapeMath, Value
 
 _FROM_TVM_MICROSOFT = ("FastGelu", "BiasGelu", "Gelu", "Attention", "EmbedLayerNormalization")
 #: TVM's converter table holds com.microsoft names too; these are not the standard's operator of that name.
@@ -54,10 +56,16 @@ class Importer(frontend.ONNXGraphImporter):
     ) -> None:
         super().__init__(shapes, {}, keep_params_in_input=True, sanitize=False)
         self.constants, self.weights = constants, dict(weights)
+        self.math = ShapeMath()
+        self.values: dict[str, Value] = {}
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         for name, array in self.constants.items():
-            self._nodes[name] = relax.const(array)
+            # Without a dtype relax.const narrows int64 and float64 arrays to 32 bits.
+            self._nodes[name] = relax.const(array, array.dtype.name)
+            value = Value.of(array)
+            if value is not None:
+                self.values[name] = value
         for name, array in self.weights.items():
             var = self._new_var(name, shape=array.shape, dtype=array.dtype.name)
             self._nodes[name] = var
@@ -79,12 +87,16 @@ class Importer(frontend.ONNXGraphImporter):
                     f"{where}: cannot be converted: {text[-1][:400]}", "rewrite this node, or report it"
                 ) from err
         for value in graph.output:
+            self._materialise([value.name])
             expr = self._nodes[value.name]
             if isinstance(expr.ty, relax.ShapeType):
                 self._nodes[value.name] = self.bb.emit(relax.op.shape_to_tensor(expr))
 
     def _one(self, node: onnx.NodeProto, where: str) -> None:
         domain = "" if node.domain == "ai.onnx" else node.domain
+        if domain == "" and self._shape_arithmetic(node, where):
+            return
+        self._materialise(reads(node))
         converter = CONVERTERS.get((domain, node.op_type))
         if converter is not None:
             arrays = [self.constants.get(n, self.weights.get(n)) if n else None for n in node.input]
@@ -106,9 +118,58 @@ class Importer(frontend.ONNXGraphImporter):
             if not names:
                 raise
             for name in names:
-                self._nodes[name] = relax.const(self.weights[name])
+                self._nodes[name] = relax.const(self.weights[name], self.weights[name].dtype.name)
             with contextlib.redirect_stdout(io.StringIO()):
                 super()._construct_nodes(shim)
+
+    def _materialise(self, names: list[str]) -> None:
+        """Turn values into tensors where they are read as such."""
+        for name in names:
+            if name in self.values and name not in self._nodes:
+                self._nodes[name] = self.values[name].tensor(self.bb)
+
+    def _shape_arithmetic(self, node: onnx.NodeProto, where: str) -> bool:
+        """Evaluate a node on known values, or convert one whose shape operand is a known value."""
+        op_type, m = node.op_type, self.math
+        given = [self.values.get(n) for n in node.input]
+        if not node.input or not node.output:
+            return False
+        data = None if given[0] is not None else self._nodes.get(node.input[0])
+        if data is not None and not hasattr(data.ty, "shape"):
+            return False
+        symbolic = any(v is not None and not v.constant for v in given)
+        attrs = self._parse_attr(node.attribute) if not any(a.HasField("g") for a in node.attribute) else {}
+        value: Value | None = None
+        if op_type == "Shape" and given[0] is not None:
+            value = Value.of(np.array(given[0].items.shape[attrs.get("start", 0) : attrs.get("end")], "int64"))
+        elif op_type == "Shape" and data is not None:
+            value = onnx_shaped.shape_value(m, data, attrs)
+        elif op_type == "Size" and data is not None:
+            value = onnx_shaped.size_value(m, data)
+        else:
+            value = m.evaluate(op_type, self.opset, given, attrs)
+        if value is not None:
+            self.values[node.output[0]] = value
+            return True
+        expr: Any = None
+        if op_type in ("Reshape", "Expand") and len(given) > 1 and given[1] is not None:
+            self._materialise([node.input[0]])
+            data = self._nodes[node.input[0]]
+            if op_type == "Reshape":
+                expr = onnx_shaped.reshape(m, where, self.bb, data, given[1], attrs)
+            else:
+                expr = onnx_shaped.expand(m, where, self.bb, data, given[1])
+        elif op_type == "ConstantOfShape" and given[0] is not None:
+            expr = onnx_shaped.constant_of_shape(self.bb, given[0], attrs)
+        elif op_type == "Range" and symbolic and all(v is not None for v in given):
+            expr = onnx_shaped.arange(m, where, self.bb, [v for v in given if v is not None])
+        elif op_type == "Slice" and data is not None and (symbolic or onnx_shaped.forward_over_symbols(data, given)):
+            if all(v is not None or not n for v, n in zip(given[1:], node.input[1:])):
+                expr = onnx_shaped.strided_slice(m, where, self.bb, data, given[1:])
+        if expr is None:
+            return False
+        self._nodes[node.output[0]] = expr
+        return True
 
 
 def convert(

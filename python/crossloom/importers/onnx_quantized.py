@@ -55,9 +55,7 @@ class QuantizedWeight:
         return table.reshape([-1 if i == axis else 1 for i in range(rank)])
 
 
-def fold_dequantize(
-    node: str, opset: int, attrs: dict[str, Any], arrays: list[np.ndarray | None]
-) -> np.ndarray:
+def fold_dequantize(node: str, opset: int, attrs: dict[str, Any], arrays: list[np.ndarray | None]) -> np.ndarray:
     """Evaluate DequantizeLinear on constants: per tensor, per axis or blocked.
 
     Raises

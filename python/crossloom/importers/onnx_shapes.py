@@ -106,9 +106,7 @@ class _Parser:
         return int(token) if token.isdigit() else self.symbols.var(token)
 
 
-def input_types(
-    graph: onnx.GraphProto, overrides: Mapping[str, Sequence[int | str]] | None
-) -> dict[str, list[Any]]:
+def input_types(graph: onnx.GraphProto, overrides: Mapping[str, Sequence[int | str]] | None) -> dict[str, list[Any]]:
     """Return the shape of every graph input, as Relax takes it.
 
     Parameters
@@ -133,9 +131,7 @@ def input_types(
     names = [value.name for value in graph.input]
     for name in overrides or {}:
         if name not in names:
-            raise UsageError(
-                f"input_shapes names '{name}', which is no input", f"the inputs are: {', '.join(names)}"
-            )
+            raise UsageError(f"input_shapes names '{name}', which is no input", f"the inputs are: {', '.join(names)}")
     bound: dict[str, int] = {}
     for value in graph.input:
         _apply_override(value, (overrides or {}).get(value.name), bound)
@@ -160,9 +156,7 @@ def input_types(
     return _solvable(shapes, symbols)
 
 
-def _apply_override(
-    value: onnx.ValueInfoProto, wanted: Sequence[int | str] | None, bound: dict[str, int]
-) -> None:
+def _apply_override(value: onnx.ValueInfoProto, wanted: Sequence[int | str] | None, bound: dict[str, int]) -> None:
     if wanted is None:
         return
     if isinstance(wanted, str):
