@@ -1,0 +1,49 @@
+"""``tvmc inspect``: what a bundle holds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from . import arguments as args
+from .console import print_json, print_table, progress, size_text
+
+
+def command(bundle: args.BundlePath, as_json: args.Json = False) -> None:
+    """Show what a bundle holds: target, entries, weights, files, passes; every file is checked."""
+    with progress("checking the bundle"):
+        from crossloom.bundle import Bundle
+
+        with Bundle.open(bundle) as opened:
+            manifest = opened.manifest
+            parts = {part.path for part in manifest.parts}
+            pipeline = opened.read("pipeline.txt").decode().strip() if "pipeline.txt" in parts else ""
+            seconds = json.loads(opened.read("seconds.json")) if "seconds.json" in parts else {}
+            weights = {n: [str(v.dtype), list(v.shape), int(v.nbytes)] for n, v in opened.weights.items()}
+    stored = {manifest.weights[name]: size for name, (_, _, size) in weights.items()}
+    if as_json:
+        report: dict[str, Any] = json.loads(manifest.to_json())
+        report |= {"pipeline": pipeline, "seconds": seconds, "weight_bytes": sum(stored.values())}
+        print_json(report)
+        return
+    versions = ", ".join(f"{k} {v}" for k, v in manifest.versions.items())
+    rows = [
+        ("model", manifest.name),
+        ("target", f"{manifest.target} ({manifest.arch})"),
+        ("TVM target", json.dumps(dict(manifest.tvm_target))),
+        ("written by", versions),
+        ("pipeline", pipeline or "not recorded"),
+        ("weights", f"{len(weights)} names, {len(stored)} tensors, {size_text(sum(stored.values()))}"),
+    ]
+    print_table("", ("", ""), rows)
+    signature = []
+    for entry in manifest.entries.values():
+        bounds = ", ".join(f"{k} <= {v}" for k, v in entry.upper_bounds.items())
+        for kind, specs in (("in", entry.inputs), ("out", entry.outputs)):
+            for spec in specs:
+                shape = "(" + ", ".join(map(str, spec.shape)) + ")"
+                signature.append((entry.name, entry.modality or "-", kind, spec.name, shape, spec.dtype, bounds))
+    print_table("Entries", ("entry", "modality", "", "name", "shape", "dtype", "bounds"), signature)
+    print_table("Files", ("file", "size"), [(p.path, size_text(p.size_bytes)) for p in manifest.parts])
+    if seconds:
+        print_table("Seconds", ("pass", "s"), [(k, f"{v:.3f}") for k, v in seconds.items()])
