@@ -111,6 +111,22 @@ def _ops(stage: BlockView) -> int:
     return total
 
 
+def _affine(extent: object) -> bool:
+    """Return whether an extent is made of sums and products only.
+
+    TVM bounds the buffer of a tile over ``min``/``max`` extents (an ONNX Slice's) by their constants, which can be
+    2**31 rows.
+    """
+    stack = [extent]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (tvm.tirx.Add, tvm.tirx.Sub, tvm.tirx.Mul)):
+            stack += [node.a, node.b]
+        elif not isinstance(node, (tvm.tirx.Var, tvm.tirx.IntImm)):
+            return False
+    return True
+
+
 def _divisor(extent: int | None, most: int) -> int:
     """Return the largest divisor of ``extent`` up to ``most``; 1 for a symbolic extent."""
     if extent is None:
@@ -284,7 +300,10 @@ def _contraction(sch: Schedule, machine: Machine) -> bool:
         row = None
     if row is not None:
         m = _extent(spatial[row].extent)
-        height = 4 if m is None else _divisor(m, 6)
+        if m is None:
+            height = 4 if _affine(spatial[row].extent) else 1
+        else:
+            height = _divisor(m, 6)
         if m is not None and height < 3 and m > 6:
             height = 4
     loops = list(sch.get_loops(tail))

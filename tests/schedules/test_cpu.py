@@ -149,3 +149,14 @@ def test_compiles_for_aarch64(build, shapes, tmp_path):
     tvm.compile(lowered, target=target).export_library(str(path), cc="aarch64-linux-gnu-g++")
     header = path.read_bytes()[:20]
     assert header[:4] == b"\x7fELF" and header[18:20] == b"\xb7\x00"
+
+
+@pytest.mark.parametrize("m", [1, 2, 9])
+def test_rows_bounded_by_a_slice_to_the_end_allocate_no_more_than_a_row(m):
+    """An ONNX Slice [-1:2**31-1] has min(2**31-1, T) - (T-1) rows; a tile's buffer over that is terabytes."""
+    x, w = arrays((1, m, 128), (128, 32))
+    last = lambda x, w: relax.op.matmul(
+        relax.op.strided_slice(x, axes=[1], begin=[-1], end=[2**31 - 1], assume_inbound=False), w
+    )
+    got = run(module(last, (1, "m", 128), (128, 32)), [x, w])
+    np.testing.assert_allclose(got, x[:, -1:] @ w, rtol=1e-4, atol=1e-4)
