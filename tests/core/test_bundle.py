@@ -381,7 +381,7 @@ def test_every_type_and_shape_comes_back_bit_for_bit(tmp_path) -> None:
     stored = write_weights(path, weights)
     tensors = map_weights(path, "w")
     for name, weight in weights.items():
-        back = tensors[stored[name]]
+        back = tensors[stored[name]].array
         assert back.dtype == weight.dtype and back.shape == weight.shape
         np.testing.assert_array_equal(back.astype("float64"), weight.astype("float64"))
     # Another reader of the same format agrees.

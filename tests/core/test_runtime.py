@@ -6,7 +6,9 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import tvm
 from tvm import relax as rx
+from tvm.rpc import base as rpc_base
 
 from crossloom.bundle import Bundle, write_bundle
 from crossloom.bundle.link import host_arch
@@ -359,6 +362,62 @@ def test_board_over_tcp(bundles, board, tmp_path, model) -> None:
         session.run("lookup", {"ids": np.array([2])})
 
 
+@contextlib.contextmanager
+def tracker_of(board: tuple[str, int, str]) -> Iterator[str]:
+    """A tracker that answers every request with one board; yields its address.  (TVM's own needs tornado.)"""
+    magic = struct.pack("<i", rpc_base.RPC_TRACKER_MAGIC)
+
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = listener.accept()
+                with peer, contextlib.suppress(OSError):
+                    if peer.recv(4) != magic:
+                        continue
+                    peer.sendall(magic)
+                    code, key, _, _ = rpc_base.recvjson(peer)
+                    known = code == rpc_base.TrackerCode.REQUEST and key == board[2]
+                    rpc_base.sendjson(peer, [0, list(board)] if known else [-1, f"no board `{key}`"])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def stock_server(key: str) -> Iterator[int]:
+    """TVM's own Python server in a process of its own; yields its port.  (rpc.Server needs cloudpickle.)"""
+    code = (
+        "import sys; from tvm.rpc.server import PopenRPCServerState as State\n"
+        "print(State('127.0.0.1', 19300, 19400, key=sys.argv[1], silent=True).port, flush=True)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, key], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_stock_tvm_server_behind_a_tracker(bundles, model) -> None:
+    """The stock server lacks our helpers: weights are copied there, results are the same."""
+    with stock_server("rk") as port, tracker_of(("127.0.0.1", port, "rk")) as address:
+        with open_session(bundles["host"], "rpc", address=address, key="rk", tracker=True) as session:
+            x, h = np.random.default_rng(4).standard_normal((3, 7)).astype("float32"), np.ones(4, "float16")
+            flat, z, same = session.run("scores", {"x": x, "h": h}, keep=["z"])
+            np.testing.assert_allclose(flat.reshape(3, 4), x @ model.params["table"], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(z.numpy(), h + model.params["half"], rtol=2e-3)
+            np.testing.assert_array_equal(same, x)
+            assert len(session.time("lookup", {"ids": np.array([1])}, repeat=2)) == 2
+        with pytest.raises(ToolchainFailed, match="no board `zz`"):
+            open_session(bundles["host"], "rpc", address=address, key="zz", tracker=True)
+        with pytest.raises(UsageError, match="needs a key"):
+            open_session(bundles["host"], "rpc", address=address, tracker=True)
+
+
 @pytest.fixture
 def silent_server() -> Iterator[str]:
     """Accepts connections and never says a word; yields its address."""
@@ -419,6 +478,22 @@ def test_server_refuses_names_outside_its_folder(bundles) -> None:
         for name in ("../x", "/etc/x", "a/b", "", ".."):
             with pytest.raises(Exception, match="plain name"):
                 remote.get_function("tvm.rpc.server.upload")(name, bytearray(b"x"))
+
+
+def test_tensors_are_read_whole_or_not_at_all(bundles, model) -> None:
+    with open_session(bundles["host"], "host-process") as session:
+        name = session._connection.share(session.bundle.folder / "weights.safetensors")
+        read = session._connection.session.get_function("crossloom.rpc.read_tensor")
+        offset = session.bundle.weight_offsets["table"]
+        np.testing.assert_array_equal(read(name, offset, "float32", 7, 4).numpy(), model.params["table"])
+        assert read(name, offset, "float32", 0, 4).numpy().shape == (0, 4)
+        for arguments in [(name, offset, "float32", 1 << 40), (name, -1, "uint8", 1), (name, 0, "uint8", -1)]:
+            with pytest.raises(Exception, match=r"too short|bad shape"):
+                read(*arguments)
+        with pytest.raises(Exception, match="bad shape"):
+            read(name, 0, "float32", 1 << 40, 1 << 40)
+        with pytest.raises(Exception, match="plain name"):
+            read("../log", 0, "uint8", 1)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ class Bundle:
     manifest : Manifest
     weights : dict of str to numpy.ndarray
         Every weight by its name, mapped from the file, read-only.
+    weight_offsets : dict of str to int
+        Where each begins in ``weights.safetensors``, in bytes.
     """
 
     def __init__(self, path: Path, folder: Path, manifest: Manifest, temporary: Path | None = None) -> None:
@@ -45,7 +47,8 @@ class Bundle:
         for name, stored in manifest.weights.items():
             if stored not in tensors:
                 raise damaged(str(path), f"weight `{name}` (stored as `{stored}`) is not in {WEIGHTS}")
-        self.weights: dict[str, np.ndarray] = {n: tensors[s] for n, s in manifest.weights.items()}
+        self.weights: dict[str, np.ndarray] = {n: tensors[s].array for n, s in manifest.weights.items()}
+        self.weight_offsets: dict[str, int] = {n: tensors[s].offset_bytes for n, s in manifest.weights.items()}
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Bundle:

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -90,7 +91,22 @@ def write_weights(path: Path, weights: Mapping[str, np.ndarray]) -> dict[str, st
     return stored
 
 
-def map_weights(path: Path, where: str) -> dict[str, np.ndarray]:
+class Mapped(NamedTuple):
+    """One tensor of a weights file.
+
+    Attributes
+    ----------
+    array : numpy.ndarray
+        Mapped, read-only.
+    offset_bytes : int
+        Where its data begins in the file.
+    """
+
+    array: np.ndarray
+    offset_bytes: int
+
+
+def map_weights(path: Path, where: str) -> dict[str, Mapped]:
     """Map the tensors of a safetensors file, read-only.
 
     Raises
@@ -110,7 +126,7 @@ def map_weights(path: Path, where: str) -> dict[str, np.ndarray]:
             raise damaged(where, f"header of {path.name} ({err})") from err
     start = 8 + length
     data = np.memmap(path, np.uint8, "r", offset=0) if size > start else np.zeros(size, np.uint8)
-    tensors: dict[str, np.ndarray] = {}
+    tensors: dict[str, Mapped] = {}
     for name, code, shape, offsets in items:
         if not (isinstance(code, str) and code in _CODES and _counts(shape) and _counts(offsets, 2)):
             raise damaged(where, f"tensor `{name}` of {path.name}")
@@ -118,7 +134,8 @@ def map_weights(path: Path, where: str) -> dict[str, np.ndarray]:
         begin, end = offsets
         if end > size - start or end - begin != math.prod(shape) * dtype.itemsize:
             raise damaged(where, f"tensor `{name}` of {path.name} lies outside the file")
-        tensors[name] = data[start + begin : start + end].view(dtype).reshape(shape)
+        array = data[start + begin : start + end].view(dtype).reshape(shape)
+        tensors[name] = Mapped(array, start + begin)
     return tensors
 
 

@@ -119,6 +119,13 @@ class ServerProcess:
         except OSError:
             return ""
 
+    def share(self, path: Path) -> str:
+        """Put a file where the server can read it, without copying; returns the name it has there."""
+        link = self.folder / "work" / path.name
+        if not link.is_symlink():
+            link.symlink_to(path.resolve())
+        return link.name
+
     def close(self) -> None:
         """End the server and remove its folder."""
         self.session = None

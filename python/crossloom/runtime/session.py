@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tvm
 from tvm import relax
 
 from crossloom.bundle import Bundle
+from crossloom.bundle.manifest import WEIGHTS
 from crossloom.errors import CrossloomError, InternalError, UsageError
 from crossloom.model import Entry
 from crossloom.runtime.checks import check_inputs
@@ -32,6 +34,16 @@ class Connection(Protocol):
 
     def close(self) -> None:
         """Hang up."""
+
+
+@runtime_checkable
+class SharesFiles(Protocol):
+    """A connection whose server reads this machine's files."""
+
+    session: Any
+
+    def share(self, path: Path) -> str:
+        """Show a file to the server."""
 
 
 class DeviceTensor:
@@ -241,8 +253,7 @@ class Session:
         for name in entry.weights:
             stored = self.bundle.manifest.weights[name]
             if stored not in self._weights:
-                weight = np.asarray(self.bundle.weights[name])
-                self._weights[stored] = tvm.runtime.tensor(weight, self._device)
+                self._weights[stored] = self._load_weight(name)
             tensors.append(self._weights[stored])
         saved = f"{entry.name}#bound"
         views = self._bind_views()
@@ -251,6 +262,15 @@ class Session:
         else:
             self._vm.module["save_function"](entry.name, saved, 1, *tensors)
         self._bound.add(entry.name)
+
+    def _load_weight(self, name: str) -> Any:
+        weight = np.asarray(self.bundle.weights[name])
+        connection = self._connection
+        if isinstance(connection, SharesFiles):
+            read = connection.session.get_function("crossloom.rpc.read_tensor")
+            file = connection.share(self.bundle.folder / WEIGHTS)
+            return read(file, self.bundle.weight_offsets[name], str(weight.dtype), *weight.shape)
+        return tvm.runtime.tensor(weight, self._device)
 
     def _bind_views(self) -> Any:
         """Our server's way to bind weights without a copy; another server, and this process, have none."""
