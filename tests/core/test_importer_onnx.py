@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import pytest
 import tvm
 from onnx import TensorProto as T
@@ -61,9 +60,7 @@ def test_matmul_nbits_ragged_rows(bits, zero):
     if zero:
         init.append(nh.from_array(pack(z).reshape(-1), "Z"))
         names.append("Z")
-    node = h.make_node(
-        "MatMulNBits", names, ["Y"], domain="com.microsoft", K=k, N=n, bits=bits, block_size=block
-    )
+    node = h.make_node("MatMulNBits", names, ["Y"], domain="com.microsoft", K=k, N=n, bits=bits, block_size=block)
     model = from_onnx(model_of([node], [("A", T.FLOAT, ["m", k])], [("Y", T.FLOAT, ["m", n])], init))
     a = rng.standard_normal((2, k)).astype("float32")
     w = ((q - np.repeat(z, block, 1)) * np.repeat(s, block, 1))[:, :k]

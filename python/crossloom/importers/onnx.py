@@ -112,6 +112,7 @@ def _split(
             tensors[node.output[0]] = folded
     for node in nodes:
         _clamp_slice(node, tensors)
+    _mark_four_bit(graph, nodes)
     used = {n for node in nodes for n in onnx_check.reads(node)} | {o.name for o in graph.output}
     constants: dict[str, np.ndarray] = {}
     weights: dict[str, np.ndarray] = {}
@@ -122,6 +123,21 @@ def _split(
         inline = array.ndim == 0 or array.size == 1 or (small_int and array.size <= _INLINE_ELEMENTS)
         (constants if inline else weights)[name] = array
     return constants, weights, defaults, nodes
+
+
+def _mark_four_bit(graph: onnx.GraphProto, nodes: list[onnx.NodeProto]) -> None:
+    """Write the type of a 4-bit zero point into its QuantizeLinear: the values themselves are widened."""
+    kinds = {t.name: t.data_type for t in graph.initializer if t.data_type in WIDENED}
+    for node in graph.node:
+        value = next((a.t for a in node.attribute if a.name == "value"), None)
+        if node.op_type == "Constant" and value is not None and value.data_type in WIDENED:
+            kinds[node.output[0]] = value.data_type
+        elif node.op_type == "Identity" and node.input[0] in kinds:
+            kinds[node.output[0]] = kinds[node.input[0]]
+    for node in onnx_check.walk_nodes(nodes):
+        marked = len(node.input) > 2 and node.input[2] in kinds
+        if node.op_type == "QuantizeLinear" and marked and all(a.name != "output_dtype" for a in node.attribute):
+            node.attribute.append(onnx.helper.make_attribute("output_dtype", kinds[node.input[2]]))
 
 
 def _clamp_slice(node: onnx.NodeProto, tensors: dict[str, np.ndarray]) -> None:

@@ -31,15 +31,20 @@ def opset_of(model: onnx.ModelProto) -> int:
     return int(versions[0])
 
 
-def walk(graph: onnx.GraphProto, depth: int = 0) -> Iterator[onnx.NodeProto]:
+def walk(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """Yield every node, those of nested graphs included."""
-    if depth > _MAX_NESTING:
-        raise UnsupportedModel(f"graph '{graph.name}': nested too deeply", "flatten the control flow")
-    for node in graph.node:
+    return walk_nodes(graph.node)
+
+
+def walk_nodes(nodes: Iterable[onnx.NodeProto], depth: int = 0) -> Iterator[onnx.NodeProto]:
+    """Yield every node given and those of their nested graphs."""
+    for node in nodes:
+        if depth > _MAX_NESTING:
+            raise UnsupportedModel(f"{describe(node)}: nested too deeply", "flatten the control flow")
         yield node
         for attribute in node.attribute:
             for nested in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                yield from walk(nested, depth + 1)
+                yield from walk_nodes(nested.node, depth + 1)
 
 
 def reads(node: onnx.NodeProto) -> list[str]:
@@ -61,8 +66,12 @@ def describe(node: onnx.NodeProto) -> str:
 def check_operators(graph: onnx.GraphProto, supported: Callable[[str, str], bool]) -> None:
     """Raise one :class:`UnsupportedModel` that names every operator without a converter."""
     missing: dict[tuple[str, str], list[str]] = {}
-    for node in walk(graph):
-        if not supported(node.domain, node.op_type):
+    nodes = [(node, True) for node in graph.node]
+    nodes += [(node, False) for top in graph.node for node in list(walk_nodes([top]))[1:]]
+    for node, outermost in nodes:
+        # Branches are converted by TVM alone, which does not look at domains.
+        inside = not outermost and node.domain not in _DEFAULT_DOMAINS
+        if inside or not supported(node.domain, node.op_type):
             name = node.name or next((o for o in node.output if o), "")
             missing.setdefault((node.domain or "ai.onnx", node.op_type), []).append(name)
     if missing:

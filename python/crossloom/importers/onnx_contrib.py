@@ -173,7 +173,7 @@ def rotary_embedding(c: Call) -> list[Any]:
     return [y]
 
 
-CONVERTERS: dict[tuple[str, str], Converter] = {
+NORMS: dict[tuple[str, str], Converter] = {
     ("com.microsoft", "SimplifiedLayerNormalization"): simplified_layer_norm,
     ("com.microsoft", "SkipLayerNormalization"): skip_layer_norm,
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): skip_simplified_layer_norm,
