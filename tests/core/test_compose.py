@@ -128,3 +128,12 @@ def test_specialize_binds_in_every_entry():
     assert run(fixed, "y", random(1, 3, 4))[0].shape == (1, 3, 4)
     with pytest.raises(UsageError, match="'m'"):
         specialize(model, {"m": 3})
+
+
+def test_a_dimension_named_t_keeps_its_name():
+    from crossloom.importers.signature import dimension
+
+    t = tvm.tirx.Var("T", "int64")
+    assert dimension(t) == "T"
+    assert dimension(t + 1) == "T + 1"
+    assert dimension(tvm.tirx.max(tvm.tirx.IntImm("int64", 0), t)) in ("max(0, T)", "max(T, 0)")

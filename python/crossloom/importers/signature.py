@@ -14,8 +14,15 @@ from ..model import Entry, Model, TensorSpec
 
 
 def dimension_text(dim: tvm.ir.Expr) -> str:
-    """Spell a dimension without TVM's type marks: ``P + 1``, not ``P + T.int64(1)``."""
-    return re.sub(r"T\.int64\((-?\d+)\)", r"\1", str(dim))
+    """Spell a dimension without TVM's marks: ``T + 1``, not ``T_1 + T.int64(1)``; ``max(0, T)``, not ``T.max``.
+
+    TVM's printer renames a variable ``T``, since its scripts call their own prefix that.
+    """
+    if isinstance(dim, tirx.Var):
+        return dim.name
+    text = re.sub(r"T\.int64\((-?\d+)\)", r"\1", str(dim))
+    text = re.sub(r"\bT\.(min|max)\(", r"\1(", text)
+    return re.sub(r"\bT_1\b", "T", text)
 
 
 def dimension(dim: tvm.ir.Expr) -> int | str:
