@@ -148,6 +148,11 @@ def check_graph(model: onnx.ModelProto) -> None:
     UnsupportedModel
         Undefined or repeated names, cycles, wrong element types, unknown attributes, shapes that contradict.
     """
+    made = {v.name for v in (*model.graph.input, *model.graph.initializer)}
+    made |= {name for node in model.graph.node for name in node.output}
+    for value in model.graph.output:
+        if value.name not in made:
+            raise UnsupportedModel(f"output '{value.name}': no node makes it", "export the model again")
     skeleton = _skeleton(model)
     try:
         onnx.checker.check_model(skeleton)
@@ -167,7 +172,8 @@ def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
     out.graph.name = graph.name or "graph"
     out.graph.node.extend(graph.node)
     out.graph.input.extend(graph.input)
-    out.graph.output.extend(graph.output)
+    # The checker wants every output's shape, which ONNX Runtime and shape inference do without.
+    out.graph.output.extend(v for v in graph.output if v.type.tensor_type.HasField("shape"))
     out.graph.value_info.extend(graph.value_info)
     given = {value.name for value in graph.input}
     for tensor in graph.initializer:
