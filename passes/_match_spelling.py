@@ -1,0 +1,173 @@
+"""Reading a graph spelling by spelling, and outlining what was read exactly as it was written.
+
+A composite's body replays the matched bindings, so casts, order and rounding stay those of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from tvm import relax, tirx
+from tvm_ffi import structural_equal
+
+from crossloom.rewrite import Graph, Match, Site, outline
+from crossloom.rewrite.composite import Attr
+from crossloom.verdict import Verdict, accept, refuse
+
+
+def is_constant(expr: relax.Expr) -> bool:
+    """Return whether an expression is a tensor constant."""
+    return hasattr(getattr(expr, "value", None), "numpy")
+
+
+def scalar(graph: Graph, expr: relax.Expr) -> float | None:
+    """Return the value of a one-element constant (casts of it included), None for anything else."""
+    value = graph.resolve(expr)
+    while isinstance(value, relax.Call) and graph.op(value) in ("relax.astype", "relax.reshape", "relax.broadcast_to"):
+        value = graph.resolve(value.args[0])
+    if not is_constant(value):
+        return None
+    array = value.value.numpy()
+    return float(array.reshape(())) if array.size == 1 else None
+
+
+def dims(expr: relax.Expr) -> list[tirx.Expr] | None:
+    """Return the dimensions of a tensor of known shape."""
+    ty = expr.ty
+    return list(ty.shape) if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) else None
+
+
+def sizes(expr: relax.Expr) -> list[int | None] | None:
+    """Return the dimensions as integers, None for symbolic ones."""
+    shape = dims(expr)
+    return None if shape is None else [int(d) if isinstance(d, (int, tirx.IntImm)) else None for d in shape]
+
+
+def same_dims(a: Sequence[tirx.Expr], b: Sequence[tirx.Expr]) -> bool:
+    """Return whether two shapes are structurally equal."""
+    return len(a) == len(b) and all(structural_equal(x, y) for x, y in zip(a, b))
+
+
+def dtype(expr: relax.Expr) -> str:
+    """Return the element type as text."""
+    return str(expr.ty.dtype) if isinstance(expr.ty, relax.TensorType) else ""
+
+
+def either(call: relax.Call) -> Iterator[tuple[relax.Expr, relax.Expr]]:
+    """Yield a commutative call's operands in both orders."""
+    yield call.args[0], call.args[1]
+    yield call.args[1], call.args[0]
+
+
+def uncast(graph: Graph, expr: relax.Expr) -> relax.Expr:
+    """Return what a cast was made from."""
+    call = graph.call(expr, "relax.astype")
+    return call.args[0] if call is not None else expr
+
+
+def is_weight(graph: Graph, expr: relax.Expr) -> bool:
+    """Return whether a value is a constant or a parameter behind the inputs (all, where ``num_input`` is absent)."""
+    value = graph.resolve(expr)
+    if not isinstance(value, relax.Var):
+        return is_constant(value)
+    attrs = graph.func.attrs
+    first = int(attrs["num_input"]) if attrs is not None and "num_input" in attrs else 0
+    return any(value.same_as(p) for p in list(graph.func.params)[first:])
+
+
+def interior(graph: Graph, root: relax.Var, stops: Sequence[relax.Expr]) -> frozenset[relax.Var]:
+    """Return the bindings between the root and the captures, the root included."""
+    ends = {e for e in stops if isinstance(e, relax.Var)}
+    found, stack = {root}, [root]
+    while stack:
+        value = graph.value[stack.pop()]
+        leaves: list[relax.Expr] = [value]
+        while leaves:
+            leaf = leaves.pop()
+            if isinstance(leaf, relax.Call):
+                leaves.extend(leaf.args)
+            elif isinstance(leaf, relax.Tuple):
+                leaves.extend(leaf.fields)
+            elif isinstance(leaf, relax.TupleGetItem):
+                leaves.append(leaf.tuple_value)
+            elif isinstance(leaf, relax.Var) and leaf in graph.value and leaf not in ends and leaf not in found:
+                found.add(leaf)
+                stack.append(leaf)
+    return frozenset(found)
+
+
+def matched(graph: Graph, root: relax.Var, captures: Mapping[str, relax.Expr], **facts: object) -> Match:
+    """Return a match whose interior is everything between root and captures."""
+    return Match(graph, root, dict(captures), interior(graph, root, list(captures.values())), dict(facts))
+
+
+def _lookup(dim: tirx.Expr, known: Sequence[tuple[tirx.Expr, tirx.Expr]]) -> tirx.Expr | None:
+    if isinstance(dim, (int, tirx.IntImm)):
+        return dim
+    return next((new for old, new in known if structural_equal(old, dim)), None)
+
+
+def _shape_operands(match: Match) -> Iterator[tirx.Expr]:
+    for var in match.interior:
+        value = match.graph.value[var]
+        for arg in value.args if isinstance(value, relax.Call) else ():
+            if isinstance(arg, relax.ShapeExpr):
+                yield from arg.values
+
+
+def replayable(match: Match) -> Verdict:
+    """Refuse where the body would need something that the captures do not carry."""
+    known = [(d, d) for e in match.captures.values() for d in dims(e) or ()]
+    for dim in _shape_operands(match):
+        if _lookup(dim, known) is None:
+            return refuse("dimension-not-among-operands", str(dim), "the composite could not know this size")
+    captured = set(e for e in match.captures.values() if isinstance(e, relax.Var))
+    for var in match.interior:
+        value = match.graph.value[var]
+        args = value.args if isinstance(value, relax.Call) else ()
+        for leaf in (f for a in args for f in (a.fields if isinstance(a, relax.Tuple) else (a,))):
+            if isinstance(leaf, relax.Var) and leaf not in captured and leaf not in match.interior:
+                return refuse("operand-not-captured", leaf.name)
+    return accept()
+
+
+def replay(site: Site, name: str, attrs: Mapping[str, Attr] | None = None) -> relax.Call:
+    """Outline a match into a composite whose body is the matched bindings, in their order."""
+    match = site.match
+    graph = match.graph
+    inputs = {key: site[key] for key in match.captures}
+
+    def body(builder: relax.BlockBuilder, **params: relax.Var) -> relax.Expr:
+        known = [
+            (old, new)
+            for key, param in params.items()
+            for old, new in zip(dims(match.captures[key]) or (), dims(param) or ())
+        ]
+        # Two captures can be the same value; the first parameter stands for it.
+        env: dict[relax.Expr, relax.Expr] = {}
+        for key, param in params.items():
+            if isinstance(match.captures[key], relax.Var):
+                env.setdefault(match.captures[key], param)
+
+        def renew(expr: relax.Expr) -> relax.Expr:
+            if isinstance(expr, relax.Var):
+                return env[expr]
+            if isinstance(expr, relax.ShapeExpr):
+                return relax.ShapeExpr([_lookup(d, known) for d in expr.values])
+            if isinstance(expr, relax.Tuple):
+                return relax.Tuple([renew(f) for f in expr.fields])
+            if isinstance(expr, relax.TupleGetItem):
+                return relax.TupleGetItem(renew(expr.tuple_value), expr.index)
+            if isinstance(expr, relax.Call):
+                return relax.Call(expr.op, [renew(a) for a in expr.args], expr.attrs, expr.ty_args)
+            for key, captured in match.captures.items():
+                if expr.same_as(captured):
+                    return params[key]
+            return expr
+
+        for var in sorted(match.interior, key=graph.position.__getitem__):
+            if var is not match.root and not var.same_as(match.root):
+                env[var] = builder.emit(renew(graph.value[var]))
+        return renew(graph.value[match.root])
+
+    return outline(site, name, inputs, body, attrs)
