@@ -19,8 +19,7 @@ def command(bundle: args.BundlePath, as_json: args.Json = False) -> None:
             parts = {part.path for part in manifest.parts}
             pipeline = opened.read("pipeline.txt").decode().strip() if "pipeline.txt" in parts else ""
             seconds = json.loads(opened.read("seconds.json")) if "seconds.json" in parts else {}
-            weights = {n: [str(v.dtype), list(v.shape), int(v.nbytes)] for n, v in opened.weights.items()}
-    stored = {manifest.weights[name]: size for name, (_, _, size) in weights.items()}
+            stored = {manifest.weights[name]: int(value.nbytes) for name, value in opened.weights.items()}
     if as_json:
         report: dict[str, Any] = json.loads(manifest.to_json())
         report |= {"pipeline": pipeline, "seconds": seconds, "weight_bytes": sum(stored.values())}
@@ -33,7 +32,7 @@ def command(bundle: args.BundlePath, as_json: args.Json = False) -> None:
         ("TVM target", json.dumps(dict(manifest.tvm_target))),
         ("written by", versions),
         ("pipeline", pipeline or "not recorded"),
-        ("weights", f"{len(weights)} names, {len(stored)} tensors, {size_text(sum(stored.values()))}"),
+        ("weights", f"{len(manifest.weights)} names, {len(stored)} tensors, {size_text(sum(stored.values()))}"),
     ]
     print_table("", ("", ""), rows)
     signature = []

@@ -23,7 +23,7 @@ from .plugins import load_plugins
 USAGE, INTERNAL, INTERRUPTED = 2, 70, 130
 
 #: Typer brings click along or depends on it, by version; either way this is the base of its errors.
-_ClickException = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+_ClickException: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 _COMMANDS = (
     ("compile", compile.command),
@@ -119,7 +119,10 @@ def execute(arguments: Sequence[str]) -> int:
         if not error.args or type(error).__name__ == "NoArgsIsHelpError":
             return USAGE
         context = getattr(error, "ctx", None)
-        _complain(error.format_message(), f"see `{context.command_path if context else 'tvmc'} --help`")
+        _complain(
+            error.format_message(),  # type: ignore[attr-defined]
+            f"see `{context.command_path if context else 'tvmc'} --help`",
+        )
         return USAGE
     except BrokenPipeError:
         # The reader of our output has left: nothing to say, and nobody to say it to.

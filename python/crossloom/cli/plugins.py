@@ -50,10 +50,14 @@ def load_plugins(app: typer.Typer) -> list[str]:
             continue
         # Ours carries --version and --debug.
         app.registered_callback = callback
-        for kept in (app.registered_commands, app.registered_groups):
-            for info in [i for i in kept if i not in commands and i not in groups]:
-                if _name(info) in taken:
-                    kept.remove(info)  # type: ignore[arg-type]
-                    _warn(entry, f"adds the subcommand {_name(info)!r}, which exists already; it is left out")
+        added = [*app.registered_commands[len(commands) :], *app.registered_groups[len(groups) :]]
+        for name in filter(taken.__contains__, map(_name, added)):
+            _warn(entry, f"adds the subcommand {name!r}, which exists already; it is left out")
+        app.registered_commands[len(commands) :] = [
+            info for info in app.registered_commands[len(commands) :] if _name(info) not in taken
+        ]
+        app.registered_groups[len(groups) :] = [
+            info for info in app.registered_groups[len(groups) :] if _name(info) not in taken
+        ]
         loaded.append(entry.name)
     return loaded

@@ -151,7 +151,8 @@ def verify(
         errors, violations = _compare(step.info.numerics, before, after)
         rows.append(PassError(name, step.info.numerics, errors, violations))
         if violations and failure is None:
-            limits, instance = {}, None
+            limits: dict[str, int] = {}
+            instance = None
             if bisect:
                 on_step(f"bisecting {name}")
                 fired = after_model.ledger.fired
