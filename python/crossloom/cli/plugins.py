@@ -39,7 +39,7 @@ def load_plugins(app: typer.Typer) -> list[str]:
     loaded = []
     for entry in importlib.metadata.entry_points(group=GROUP):
         commands, groups = list(app.registered_commands), list(app.registered_groups)
-        taken = {_name(info) for info in (*commands, *groups)}
+        taken = {*map(_name, commands), *map(_name, groups)}
         callback = app.registered_callback
         try:
             entry.load()(app)
@@ -50,14 +50,12 @@ def load_plugins(app: typer.Typer) -> list[str]:
             continue
         # Ours carries --version and --debug.
         app.registered_callback = callback
-        added = [*app.registered_commands[len(commands) :], *app.registered_groups[len(groups) :]]
-        for name in filter(taken.__contains__, map(_name, added)):
-            _warn(entry, f"adds the subcommand {name!r}, which exists already; it is left out")
-        app.registered_commands[len(commands) :] = [
-            info for info in app.registered_commands[len(commands) :] if _name(info) not in taken
-        ]
-        app.registered_groups[len(groups) :] = [
-            info for info in app.registered_groups[len(groups) :] if _name(info) not in taken
-        ]
+        new_commands = app.registered_commands[len(commands) :]
+        new_groups = app.registered_groups[len(groups) :]
+        for name in (*map(_name, new_commands), *map(_name, new_groups)):
+            if name in taken:
+                _warn(entry, f"adds the subcommand {name!r}, which exists already; it is left out")
+        app.registered_commands[:] = [*commands, *(i for i in new_commands if _name(i) not in taken)]
+        app.registered_groups[:] = [*groups, *(i for i in new_groups if _name(i) not in taken)]
         loaded.append(entry.name)
     return loaded
