@@ -1,0 +1,441 @@
+"""Norms, rotary, attention, linear layers, embeddings and activations become composites that compute the same."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+from crossloom.numerics import worst_error
+from crossloom.passes.canonicalize_transformer import CanonicalizeTransformer
+from crossloom.rewrite import composite_attrs, composite_name
+from crossloom.verdict import Ledger
+
+TARGET = tvm.target.Target({"kind": "llvm"})
+op = relax.op
+
+
+def function(build, shapes, name="decode", dtype="float32", builder=None, num_input=1):
+    bb = builder or relax.BlockBuilder()
+    params = [
+        relax.Var(
+            f"p{i}", relax.TensorType(s[0] if isinstance(s[-1], str) else s, s[-1] if isinstance(s[-1], str) else dtype)
+        )
+        for i, s in enumerate(shapes)
+    ]
+    with bb.function(name, params, attrs={"num_input": num_input}):
+        with bb.dataflow():
+            out = bb.emit_output(build(bb.emit, *params))
+        bb.emit_func_output(out)
+    return bb.get()
+
+
+def canonicalized(mod):
+    with Ledger() as ledger:
+        out = CanonicalizeTransformer()(mod)
+    assert relax.analysis.check_well_formed(out)
+    tvm.ir.assert_structural_equal(CanonicalizeTransformer()(out), out)
+    return out, ledger
+
+
+def composites(mod):
+    return {composite_name(f): composite_attrs(f) for _, f in mod.functions_items() if composite_name(f)}
+
+
+def run(mod, args, name="decode"):
+    vm = relax.VirtualMachine(tvm.compile(mod, target=TARGET), tvm.cpu())
+    out = vm[name](*[tvm.runtime.tensor(a) for a in args])
+    return out.numpy() if hasattr(out, "numpy") else [o.numpy() for o in out]
+
+
+def data(*shapes, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(s).astype(dtype) for s in shapes]
+
+
+def c(value, dtype="float32"):
+    return relax.const(value, dtype)
+
+
+# norms
+
+
+def rms(square, invert, left=False):
+    def build(e, x, w):
+        r = e(invert(e, e(op.add(e(op.mean(e(square(x)), [-1], True)), c(1e-5)))))
+        core = e(op.multiply(x, r) if not left else op.multiply(r, x))
+        return op.multiply(w, core)
+
+    return build
+
+
+SQUARES = {"power": lambda x: op.power(x, c(2.0)), "product": lambda x: op.multiply(x, x), "square": op.square}
+INVERSES = {
+    "rsqrt": lambda e, v: op.rsqrt(v),
+    "one-over": lambda e, v: op.divide(c(1.0), e(op.sqrt(v))),
+    "power": lambda e, v: op.power(v, c(-0.5)),
+}
+
+
+@pytest.mark.parametrize("square", SQUARES)
+@pytest.mark.parametrize("inverse", INVERSES)
+def test_rms_norm_in_every_spelling(square, inverse):
+    out, _ = canonicalized(function(rms(SQUARES[square], INVERSES[inverse]), [(2, 3, 8), (8,)]))
+    facts = composites(out)["crossloom.rms_norm"]
+    assert list(facts["axes"]) == [-1] and facts["epsilon"] == pytest.approx(1e-5)
+    x, w = data((2, 3, 8), (8,))
+    want = x / np.sqrt((x.astype("float64") ** 2).mean(-1, keepdims=True) + 1e-5) * w
+    assert worst_error(want.astype("float32"), run(out, [x, w])) < 1e-5
+
+
+def test_golden_rms_norm():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, "n", 8), "float32"), w: R.Tensor((8,), "float32")):
+            with R.dataflow():
+                a = R.multiply(x, x)
+                m = R.mean(a, axis=[-1], keepdims=True)
+                v = R.add(m, R.const(1e-6, "float32"))
+                r = R.rsqrt(v)
+                y = R.multiply(x, r)
+                z = R.multiply(y, w)
+                R.output(z)
+            return z
+
+    @I.ir_module
+    class Expected:
+        @R.function(private=True)
+        def rms_norm(x: R.Tensor((2, "n", 8), "float32"), weight: R.Tensor((8,), "float32")):
+            R.func_attr(
+                {
+                    "Composite": "crossloom.rms_norm",
+                    "crossloom.axes": [-1],
+                    "crossloom.epsilon": float(np.float32(1e-6)),
+                }
+            )
+            with R.dataflow():
+                a = R.multiply(x, x)
+                m = R.mean(a, axis=[-1], keepdims=True)
+                v = R.add(m, R.const(1e-6, "float32"))
+                r = R.rsqrt(v)
+                y = R.multiply(x, r)
+                z = R.multiply(y, weight)
+                R.output(z)
+            return z
+
+        @R.function
+        def main(x: R.Tensor((2, "n", 8), "float32"), w: R.Tensor((8,), "float32")):
+            cls = Expected
+            with R.dataflow():
+                z = cls.rms_norm(x, w)
+                R.output(z)
+            return z
+
+    tvm.ir.assert_structural_equal(CanonicalizeTransformer()(Before), Expected)
+
+
+def test_half_precision_keeps_its_casts():
+    def build(e, x, w):
+        f = e(op.astype(x, "float32"))
+        v = e(op.add(e(op.mean(e(op.power(f, c(2.0))), [-1], True)), c(1e-5)))
+        return op.multiply(w, e(op.astype(e(op.multiply(f, e(op.rsqrt(v)))), "float16")))
+
+    mod = function(build, [(3, 64), (64,)], dtype="float16")
+    out, _ = canonicalized(mod)
+    assert "crossloom.rms_norm" in composites(out)
+    x, w = data((3, 64), (64,), dtype="float16")
+    x *= 300  # squares leave float16
+    before, after = run(mod, [x, w]), run(out, [x, w])
+    assert np.isfinite(after).all() and np.array_equal(before, after)
+
+
+def test_mean_of_another_value_is_refused():
+    def build(e, x, y, w):
+        v = e(op.add(e(op.mean(e(op.multiply(y, y)), [-1], True)), c(1e-5)))
+        return op.multiply(w, e(op.multiply(x, e(op.rsqrt(v)))))
+
+    out, ledger = canonicalized(function(build, [(2, 8), (2, 8), (8,)]))
+    assert not composites(out) and "mean-of-another-value" in {v.code for v in ledger.refused}
+
+
+def test_inner_value_read_elsewhere_is_refused():
+    def build(e, x, w):
+        r = e(op.rsqrt(e(op.add(e(op.mean(e(op.multiply(x, x)), [-1], True)), c(1e-5)))))
+        y = e(op.multiply(w, e(op.multiply(x, r))))
+        return relax.Tuple([y, r])
+
+    out, ledger = canonicalized(function(build, [(2, 8), (8,)]))
+    assert not composites(out) and "intermediate-used-outside" in {v.code for v in ledger.refused}
+
+
+@pytest.mark.parametrize("spelled", [True, False])
+def test_layer_norm(spelled):
+    def build(e, x, w, b):
+        if not spelled:
+            return op.nn.layer_norm(x, w, b, axes=[-1], epsilon=1e-5)
+        d = e(op.subtract(x, e(op.mean(x, [-1], True))))
+        s = e(op.sqrt(e(op.add(e(op.mean(e(op.power(d, c(2.0))), [-1], True)), c(1e-5)))))
+        return op.add(e(op.multiply(e(op.divide(d, s)), w)), b)
+
+    out, _ = canonicalized(function(build, [(2, 3, 8), (8,), (8,)]))
+    assert list(composites(out)) == ["crossloom.layer_norm"]
+    x, w, b = data((2, 3, 8), (8,), (8,))
+    want = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * w + b
+    assert worst_error(want, run(out, [x, w, b])) < 1e-5
+
+
+# rotary
+
+
+def cut(e, x, begin, end, step=1):
+    return e(op.strided_slice(x, [3], [begin], [end], [step]))
+
+
+def half_split(e, x, cos, sin, width=8, sign=1):
+    r = e(op.concat([e(op.negative(cut(e, x, width // 2, 2**31 - 1))), cut(e, x, 0, width // 2)], -1))
+    join = op.add if sign > 0 else op.subtract
+    return join(e(op.multiply(x, cos)), e(op.multiply(r, sin)))
+
+
+def half_split_joined(e, x, cos, sin):
+    a, b = cut(e, x, 0, 4), cut(e, x, 4, 8)
+    lo = e(op.subtract(e(op.multiply(a, cos)), e(op.multiply(b, sin))))
+    return op.concat([lo, e(op.add(e(op.multiply(b, cos)), e(op.multiply(a, sin))))], -1)
+
+
+def interleaved(e, x, cos, sin):
+    a, b = cut(e, x, 0, 8, 2), cut(e, x, 1, 8, 2)
+    even = e(op.subtract(e(op.multiply(a, cos)), e(op.multiply(b, sin))))
+    odd = e(op.add(e(op.multiply(a, sin)), e(op.multiply(b, cos))))
+    return op.reshape(e(op.stack([even, odd], -1)), x.ty.shape)
+
+
+def partial(e, x, cos, sin):
+    return op.concat([e(half_split(e, cut(e, x, 0, 4), cos, sin, 4)), cut(e, x, 4, 8)], -1)
+
+
+def rotated(x, cos, sin, convention):
+    out = x.copy()
+    pairs = [(i, i + 4) for i in range(4)] if convention == "half-split" else [(2 * i, 2 * i + 1) for i in range(4)]
+    for n, (a, b) in enumerate(pairs):
+        out[..., a] = x[..., a] * cos[..., n] - x[..., b] * sin[..., n]
+        out[..., b] = x[..., b] * cos[..., n] + x[..., a] * sin[..., n]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("build", "width", "facts"),
+    [
+        (half_split, 8, ("half-split", 8, "full")),
+        (half_split_joined, 4, ("half-split", 8, "half")),
+        (interleaved, 4, ("interleaved", 8, "half")),
+        (partial, 4, ("half-split", 4, "full")),
+    ],
+)
+def test_rotary_convention(build, width, facts):
+    mod = function(build, [(1, 2, 5, 8), (5, width), (5, width)])
+    out, _ = canonicalized(mod)
+    found = composites(out)["crossloom.rotary"]
+    assert (found["convention"], found["rotary_dim"], found["table"]) == facts
+    (x,), angle = data((1, 2, 5, 8)), data((5, 4))[0]
+    cos, sin = np.cos(angle), np.sin(angle)
+    if build is partial:
+        assert np.array_equal(run(out, [x, cos, sin]), run(mod, [x, cos, sin]))
+        return
+    tables = [np.concatenate([t, t], -1) if width == 8 else t for t in (cos, sin)]
+    assert worst_error(rotated(x, cos, sin, facts[0]), run(out, [x, *tables])) < 1e-5
+
+
+def test_two_conventions_in_one_graph_stay_apart():
+    def build(e, q, k, cos, sin):
+        return relax.Tuple([e(half_split_joined(e, q, cos, sin)), e(interleaved(e, k, cos, sin))])
+
+    out, _ = canonicalized(function(build, [(1, 2, 5, 8), (1, 2, 5, 8), (5, 4), (5, 4)]))
+    kinds = sorted(composite_attrs(f)["convention"] for _, f in out.functions_items() if composite_name(f))
+    assert kinds == ["half-split", "interleaved"]
+
+
+def test_rotation_backwards_is_refused():
+    out, ledger = canonicalized(
+        function(lambda e, x, c_, s: half_split(e, x, c_, s, sign=-1), [(1, 2, 5, 8), (5, 8), (5, 8)])
+    )
+    assert not composites(out) and "rotates-backwards" in {v.code for v in ledger.refused}
+
+
+def test_mixed_pairs_are_refused():
+    def build(e, x, cos, sin):
+        a, b = cut(e, x, 0, 8, 2), cut(e, x, 1, 8, 2)
+        lo = e(op.subtract(e(op.multiply(a, cos)), e(op.multiply(b, sin))))
+        return op.concat([lo, e(op.add(e(op.multiply(b, cos)), e(op.multiply(a, sin))))], -1)
+
+    out, _ = canonicalized(function(build, [(1, 2, 5, 8), (5, 4), (5, 4)]))
+    assert "crossloom.rotary" not in composites(out)
+
+
+# attention
+
+
+def attention(repeat):
+    def build(e, q, k, v, mask):
+        k, v = repeat(e, k), repeat(e, v)
+        s = e(op.matmul(q, e(op.permute_dims(k, [0, 1, 3, 2]))))
+        s = e(op.add(e(op.multiply(s, c(0.5))), mask))
+        return op.matmul(e(op.nn.softmax(s, -1)), v)
+
+    return build
+
+
+def grouped(e, x, axis=2):
+    shape = [1, 2, 5, 4]
+    wide = [1, 2, 2, 5, 4]
+    return e(op.reshape(e(op.broadcast_to(e(op.expand_dims(x, axis)), wide)), [1, 4, *shape[2:]]))
+
+
+@pytest.mark.parametrize(
+    ("repeat", "groups", "order"),
+    [
+        (grouped, 2, [0, 0, 1, 1]),
+        (lambda e, x: e(op.repeat(x, 2, 1)), 2, [0, 0, 1, 1]),
+        (lambda e, x: grouped(e, x, 1), 1, [0, 1, 0, 1]),
+        (lambda e, x: e(op.tile(x, [1, 2, 1, 1])), 1, [0, 1, 0, 1]),
+    ],
+)
+def test_grouped_heads_but_not_tiled_ones(repeat, groups, order):
+    out, _ = canonicalized(function(attention(repeat), [(1, 4, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4), (1, 1, 3, 5)]))
+    facts = composites(out)["crossloom.attention"]
+    assert facts["groups"] == groups and facts["scale"] == 0.5 and facts["masked"]
+    q, k, v, mask = data((1, 4, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4), (1, 1, 3, 5))
+    s = np.einsum("bhqd,bhkd->bhqk", q, k[:, order]) * 0.5 + mask
+    p = np.exp(s - s.max(-1, keepdims=True))
+    want = np.einsum("bhqk,bhkd->bhqd", p / p.sum(-1, keepdims=True), v[:, order])
+    assert worst_error(want, run(out, [q, k, v, mask])) < 1e-5
+
+
+def test_softmax_over_another_axis_is_refused():
+    def build(e, q, k, v):
+        s = e(op.matmul(q, e(op.permute_dims(k, [0, 1, 3, 2]))))
+        return op.matmul(e(op.nn.softmax(s, 2)), v)
+
+    out, ledger = canonicalized(function(build, [(1, 2, 5, 4)] * 3))
+    assert not composites(out) and "softmax-not-over-keys" in {v.code for v in ledger.refused}
+
+
+# linear, embedding, activation
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear(transposed, biased):
+    def build(e, x, w, b):
+        y = op.matmul(x, e(op.permute_dims(w)) if transposed else w)
+        return op.add(b, e(y)) if biased else y
+
+    n = tvm.tirx.Var("n", "int64")
+    shape = (6, 8) if transposed else (8, 6)
+    out, _ = canonicalized(function(build, [(2, n, 8), shape, (6,)]))
+    assert composites(out)["crossloom.linear"]["weight_layout"] == ("out_in" if transposed else "in_out")
+    x, w, b = data((2, 3, 8), shape, (6,))
+    want = x @ (w.T if transposed else w) + (b if biased else 0)
+    assert worst_error(want, run(out, [x, w, b])) < 1e-5
+
+
+def test_bias_that_widens_is_no_linear_bias():
+    out, ledger = canonicalized(function(lambda e, x, w, b: op.add(e(op.matmul(x, w)), b), [(2, 8), (8, 1), (6,)]))
+    assert "bias-is-not-one-per-output" in {v.code for v in ledger.refused}
+    x, w, b = data((2, 8), (8, 1), (6,))
+    assert worst_error(x @ w + b, run(out, [x, w, b])) < 1e-5
+
+
+def test_product_of_activations_is_no_linear():
+    out, _ = canonicalized(function(lambda e, x, y: op.matmul(x, y), [(2, 8), (8, 3)], num_input=2))
+    assert not composites(out)
+
+
+def test_embedding_and_column_lookup():
+    rows = function(lambda e, i, w: op.take(w, i, 0), [((2, 3), "int64"), (7, 4)])
+    out, _ = canonicalized(rows)
+    assert list(composites(out)) == ["crossloom.embedding"]
+    ids, w = np.array([[0, 6, 3], [1, 1, 2]], "int64"), data((7, 4))[0]
+    assert np.array_equal(run(out, [ids, w]), w[ids])
+    out, ledger = canonicalized(function(lambda e, i, w: op.take(w, i, 1), [((2,), "int64"), (7, 4)]))
+    assert not composites(out) and [v.code for v in ledger.refused] == ["not-a-row-lookup"]
+
+
+def gelu(e, x):
+    erf = e(op.add(e(op.erf(e(op.divide(x, c(math.sqrt(2)))))), c(1.0)))
+    return op.multiply(x, e(op.multiply(c(0.5), erf)))
+
+
+def gelu_half_last(e, x):
+    erf = e(op.add(c(1.0), e(op.erf(e(op.multiply(x, c(1 / math.sqrt(2))))))))
+    return op.multiply(e(op.multiply(x, erf)), c(0.5))
+
+
+def gelu_tanh(e, x):
+    cube = e(op.multiply(c(0.044715), e(op.power(x, c(3.0)))))
+    inner = e(op.multiply(c(math.sqrt(2 / math.pi)), e(op.add(x, cube))))
+    return op.multiply(e(op.multiply(c(0.5), x)), e(op.add(c(1.0), e(op.tanh(inner)))))
+
+
+@pytest.mark.parametrize(
+    ("kind", "build"),
+    [
+        ("silu", lambda e, x: op.multiply(e(op.sigmoid(x)), x)),
+        ("quick_gelu", lambda e, x: op.multiply(x, e(op.sigmoid(e(op.multiply(c(1.702), x)))))),
+        ("gelu", gelu),
+        ("gelu", gelu_half_last),
+        ("gelu_tanh", gelu_tanh),
+        ("silu", lambda e, x: op.nn.silu(x)),
+    ],
+)
+def test_activation(kind, build):
+    mod = function(build, [(3, 40)])
+    out, _ = canonicalized(mod)
+    assert composites(out)["crossloom.activation"]["kind"] == kind
+    (x,) = data((3, 40))
+    assert np.array_equal(run(mod, [x]), run(out, [x]))
+
+
+def test_other_slopes_are_other_functions():
+    out, _ = canonicalized(function(lambda e, x: op.multiply(x, e(op.sigmoid(e(op.multiply(c(1.6), x))))), [(3, 4)]))
+    assert not composites(out)
+
+
+# modules
+
+
+def test_every_function_is_treated():
+    bb = relax.BlockBuilder()
+    function(rms(SQUARES["power"], INVERSES["rsqrt"]), [(2, 8), (8,)], "prefill", builder=bb)
+    mod = function(rms(SQUARES["power"], INVERSES["rsqrt"]), [(2, 8), (8,)], "decode", builder=bb)
+    out, ledger = canonicalized(mod)
+    assert {v.function for v in ledger.fired} == {"prefill", "decode"}
+    x, w = data((2, 8), (8,))
+    for name in ("prefill", "decode"):
+        assert np.array_equal(run(mod, [x, w], name), run(out, [x, w], name))
+
+
+def test_time_grows_linearly():
+    def chain(n):
+        def build(e, x, w):
+            for _ in range(n):
+                x = e(rms(SQUARES["power"], INVERSES["rsqrt"])(e, x, w))
+            return op.add(x, x)
+
+        return function(build, [(2, 8), (8,)])
+
+    def seconds(mod):
+        start = time.process_time()
+        CanonicalizeTransformer()(mod)
+        return time.process_time() - start
+
+    small, large = chain(30), chain(240)
+    seconds(small)
+    assert seconds(large) < 8 * 4 * max(seconds(small), 0.02)
