@@ -165,7 +165,9 @@ def test_quantize_per_axis_equals_onnx_runtime():
     compare(proto, {"x": 10 * normal(rng, 2, 3, 4)})
 
 
-def gqa(rng, *, heads=4, groups=2, dim=16, seq=3, past=0, rotary=0, interleaved=0, packed=False, batch=1, dtype=T.FLOAT):
+def gqa(
+    rng, *, heads=4, groups=2, dim=16, seq=3, past=0, rotary=0, interleaved=0, packed=False, batch=1, dtype=T.FLOAT
+):
     """A GroupQueryAttention model with symbolic sequence and past lengths, and inputs for it."""
     width = (heads + 2 * groups) * dim if packed else heads * dim
     inputs = [("q", dtype, ["b", "s", width])]

@@ -82,8 +82,8 @@ def from_onnx(
     converted.node.extend(nodes)
     converted.input.extend(graph.input)
     converted.output.extend(graph.output)
-    fn = onnx_convert.convert(converted, opset, shapes, constants, weights)
-    return _finish(fn, graph, weights, defaults, entry, modality, upper_bounds or {})
+    mod = onnx_convert.convert(converted, opset, shapes, constants, weights)
+    return _finish(mod, graph, weights, defaults, entry, modality, upper_bounds or {})
 
 
 def _split(
@@ -144,6 +144,14 @@ def _clamp_slice(node: onnx.NodeProto, tensors: dict[str, np.ndarray]) -> None:
     """Bring "to the end" (INT64_MAX) into 32 bits: TVM reads it as -1 and drops the last element."""
     if node.op_type != "Slice":
         return
+    # Before opset 10 the bounds were attributes, which TVM does not read.
+    given = {a.name: list(a.ints) for a in node.attribute if a.name in ("starts", "ends", "axes")}
+    if len(node.input) == 1 and "starts" in given and "ends" in given:
+        given.setdefault("axes", list(range(len(given["starts"]))))
+        for key in ("starts", "ends", "axes"):
+            node.input.append(f"{node.output[0]}.{key}")
+            tensors[node.input[-1]] = np.array(given[key], "int64")
+        del node.attribute[:]
     limit = 2**31 - 1
     for index in (1, 2):
         name = node.input[index] if index < len(node.input) else ""
@@ -211,8 +219,18 @@ def _dims(ty: Any, name: str) -> tuple[int | str, ...]:
     return tuple(int(d) if isinstance(d, tirx.IntImm) else str(d) for d in ty.shape.values)
 
 
+def _with_entry(mod: tvm.IRModule, entry: str, fn: relax.Function) -> tvm.IRModule:
+    """Put the entry in the place of `main`, keeping the kernels that some of TVM's converters emit."""
+    kept = {gv: f for gv, f in mod.functions_items() if gv.name_hint != "main"}
+    if any(gv.name_hint == entry for gv in kept):
+        raise UnsupportedModel(f"entry '{entry}' is the name of a kernel", "name the entry differently")
+    out = tvm.IRModule(kept)
+    out[entry] = fn
+    return out
+
+
 def _finish(
-    fn: relax.Function,
+    mod: tvm.IRModule,
     graph: onnx.GraphProto,
     weights: dict[str, np.ndarray],
     defaults: dict[str, np.ndarray],
@@ -221,6 +239,7 @@ def _finish(
     upper_bounds: Mapping[str, int],
 ) -> Model:
     """Drop unused weights from the function and describe its inputs and outputs."""
+    fn = mod["main"]
     count = len(graph.input)
     used = {v.name for v in relax.analysis.free_vars(fn.body)}
     names = list(weights)
@@ -228,7 +247,7 @@ def _finish(
     params = list(fn.params[:count]) + [v for _, v in kept]
     fn = relax.Function(params, fn.body, fn.ret_ty, is_pure=bool(fn.is_pure))
     fn = fn.with_attrs({"num_input": count, "global_symbol": entry})
-    mod = relax.transform.DeadCodeElimination([entry])(tvm.IRModule({entry: fn}))
+    mod = relax.transform.DeadCodeElimination([entry])(_with_entry(mod, entry, fn))
     ret = mod[entry].ret_ty
     fields = list(ret.fields) if isinstance(ret, relax.TupleType) else [ret]
     spec = lambda name, ty: TensorSpec(name, _dims(ty, name), str(ty.dtype))

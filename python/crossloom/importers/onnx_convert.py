@@ -182,12 +182,12 @@ def convert(
     constants: dict[str, np.ndarray],
     weights: dict[str, np.ndarray],
 ) -> Any:
-    """Return the Relax function of a checked graph; parameters are its inputs, then all of `weights`."""
+    """Return the module of a checked graph: `main`, whose parameters are its inputs and all of `weights`."""
     importer = Importer(shapes, constants, weights)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return importer.from_onnx(graph, opset)["main"]
+            return importer.from_onnx(graph, opset)
         except CrossloomError:
             raise
         except Exception as err:
