@@ -1,0 +1,99 @@
+"""A wrong rewrite is caught, and found by name and instance; a right one passes."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import tvm
+from tvm import relax
+
+from crossloom.errors import BudgetExceeded
+from crossloom.numerics import EXACT, REASSOCIATES
+from crossloom.rewrite import Graph, Match, Rule, Site, rewrite_pass
+from crossloom.testing.runner import random_inputs
+from crossloom.testing.verify import bisect, render, verify_pipeline, write_repro
+
+
+def _module(width: int = 5) -> tvm.ir.IRModule:
+    """Two entries; three silu in all."""
+    bb = relax.BlockBuilder()
+    for name, count in (("decode", 1), ("prefill", 2)):
+        x = relax.Var("x", relax.TensorType((3, width), "float32"))
+        with bb.function(name, [x]):
+            with bb.dataflow():
+                y = x
+                for _ in range(count):
+                    y = bb.emit(relax.op.nn.silu(y))
+                out = bb.emit_output(y)
+            bb.emit_func_output(out)
+    return bb.get()
+
+
+def _silu(wrong: int = -1) -> tvm.transform.Pass:
+    """silu(x) -> x * sigmoid(x); the instance numbered ``wrong`` gets the sign wrong."""
+
+    def match(graph: Graph, root: relax.Var) -> Match:
+        return Match(graph, root, {"x": graph.value[root].args[0]}, frozenset({root}))
+
+    @tvm.transform.module_pass(opt_level=0, name="ExpandSilu")
+    def run(mod: tvm.ir.IRModule, ctx: tvm.transform.PassContext) -> tvm.ir.IRModule:
+        made = 0
+
+        def replace(site: Site) -> relax.Expr:
+            nonlocal made
+            x = site["x"]
+            inner = relax.op.negative(x) if made == wrong else x
+            made += 1
+            return relax.op.multiply(x, relax.op.sigmoid(inner))
+
+        return rewrite_pass("inner", [Rule("expand-silu", frozenset({"relax.nn.silu"}), match, replace)])(mod)
+
+    return run
+
+
+def test_right_pass_is_within_its_class() -> None:
+    (record,) = verify_pipeline(_module(), [("expand-silu", _silu(), REASSOCIATES)])
+    assert record.problem == "" and record.fired == 3 and record.worst_error <= 1e-5
+    assert "expand-silu" in render([record])
+    assert bisect(_module(), [("expand-silu", _silu(), REASSOCIATES)]) is None
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_wrong_instance_is_named(wrong: int) -> None:
+    steps = [("nothing", tvm.relax.transform.Normalize(), EXACT), ("expand-silu", _silu(wrong), REASSOCIATES)]
+    records = verify_pipeline(_module(), steps)
+    assert records[0].problem == "" and "entry" in records[1].problem
+    culprit = bisect(_module(), steps)
+    assert culprit is not None and (culprit.name, culprit.rewrite) == ("expand-silu", "expand-silu")
+    assert culprit.instance == wrong
+
+
+def test_budget_refuses() -> None:
+    with pytest.raises(BudgetExceeded, match="expand-silu"):
+        verify_pipeline(_module(), [("expand-silu", _silu(1), REASSOCIATES)], budget=1e-4)
+
+
+def test_unrunnable_is_recorded() -> None:
+    @tvm.transform.module_pass(opt_level=0, name="Break")
+    def breaks(mod: tvm.ir.IRModule, ctx: tvm.transform.PassContext) -> tvm.ir.IRModule:
+        out = _module()
+        for gvar, func in out.functions_items():
+            ghost = relax.Call(relax.ExternFunc("no_such_function"), [func.params[0]], ty_args=[func.ret_ty])
+            bb = relax.BlockBuilder()
+            with bb.function(gvar.name_hint, list(func.params)):
+                bb.emit_func_output(bb.emit(ghost))
+            out.update_func(gvar, bb.get()[gvar.name_hint])
+        return out
+
+    (record,) = verify_pipeline(_module(), [("break", breaks, EXACT)])
+    assert not record.runnable and "not runnable" in record.problem
+
+
+def test_repro_runs_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mod = _module()
+    inputs = {name: random_inputs(mod, name) for name in ("decode", "prefill")}
+    path = write_repro(tmp_path / "repro.py", mod, "relax.LegalizeOps", inputs)
+    runpy.run_path(str(path))
+    assert "relax.LegalizeOps" in capsys.readouterr().out
