@@ -56,5 +56,6 @@ def tuning(text: str | None, target: Any, records: Path | None) -> Iterator[str 
                 "--tuning-records: the pipeline has no schedule-cpu to apply them before", f"add {_APPLY} to it"
             )
         steps.insert(at[0], PassText(_APPLY))
-    with database:
+    # TVM's pass asks for the target where it is made, not only where it runs.
+    with target.tvm_target(), database:
         yield format_pipeline(steps)
