@@ -59,6 +59,22 @@ def from_onnx(
         The file is missing or `input_shapes` does not fit.
     """
     model, folder = load(source)
+    try:
+        return _import(model, folder, entry, input_shapes, modality, upper_bounds or {})
+    except UnicodeDecodeError as err:
+        raise UnsupportedModel(
+            f"a name in the model is not UTF-8 text: {err.object[:40]!r}", "the file is damaged; export it again"
+        ) from err
+
+
+def _import(
+    model: onnx.ModelProto,
+    folder: Path | None,
+    entry: str,
+    input_shapes: Mapping[str, Sequence[int | str]] | None,
+    modality: str,
+    upper_bounds: Mapping[str, int],
+) -> Model:
     graph = model.graph
     if model.functions:
         try:
@@ -83,7 +99,7 @@ def from_onnx(
     converted.input.extend(graph.input)
     converted.output.extend(graph.output)
     mod = onnx_convert.convert(converted, opset, shapes, constants, weights)
-    return _finish(mod, graph, weights, defaults, entry, modality, upper_bounds or {})
+    return _finish(mod, graph, weights, defaults, entry, modality, upper_bounds)
 
 
 def _split(
