@@ -121,7 +121,7 @@ def replayable(match: Match) -> Verdict:
     for dim in _shape_operands(match):
         if _lookup(dim, known) is None:
             return refuse("dimension-not-among-operands", str(dim), "the composite could not know this size")
-    captured = set(e for e in match.captures.values() if isinstance(e, relax.Var))
+    captured = {e for e in match.captures.values() if isinstance(e, relax.Var)}
     for var in match.interior:
         value = match.graph.value[var]
         args = value.args if isinstance(value, relax.Call) else ()

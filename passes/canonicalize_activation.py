@@ -50,6 +50,7 @@ _KINDS = {
     "quick_gelu": _X / (1 + np.exp(-1.702 * _X)),
 }
 _OPERATORS = {"relax.nn.silu": "silu", "relax.nn.gelu": "gelu", "relax.nn.gelu_tanh": "gelu_tanh"}
+ROOTS = frozenset({"relax.multiply", "relax.divide", *_OPERATORS})
 #: The longest spelling (GELU by tanh) has nine lines.
 _DEEP = 14
 
@@ -94,7 +95,8 @@ def _evaluate(graph: Graph, root: relax.Var, x: relax.Var) -> np.ndarray | None:
         return at(root)
 
 
-def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
+def match_activation(graph: Graph, root: relax.Var) -> Match | Verdict | None:
+    """Match an activation at its last line."""
     call = graph.value[root]
     if graph.op(root) in _OPERATORS:
         return matched(graph, root, {"x": call.args[0]}, kind=_OPERATORS[graph.op(root)])
@@ -123,5 +125,4 @@ def activation_rules() -> list[Rule]:
     def outline(site: Site) -> relax.Expr:
         return replay(site, "crossloom.activation", {"kind": site.match.facts["kind"]})
 
-    roots = frozenset({"relax.multiply", "relax.divide", *_OPERATORS})
-    return [Rule("activation", roots, _match, outline, legal=replayable)]
+    return [Rule("activation", ROOTS, match_activation, outline, legal=replayable)]

@@ -68,6 +68,13 @@ def _match_plain(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     return matched(graph, root, {"x": call.args[0], "weight": weight[0]}, weight_layout=weight[1])
 
 
+def match_linear(graph: Graph, root: relax.Var) -> Match | Verdict | None:
+    """Match a linear layer at a sum or a product."""
+    if graph.op(root) == "relax.add":
+        return _match_biased(graph, root)
+    return _match_plain(graph, root) if graph.op(root) == "relax.matmul" else None
+
+
 def _match_embedding(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     call = graph.value[root]
     table, ids = call.args[0], call.args[1]

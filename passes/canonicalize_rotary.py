@@ -26,8 +26,20 @@ from ._match_lanes import MOST_NODES, LaneAlgebra, NotLanes, Term
 from ._match_spelling import dims, matched, replay, replayable, same_dims
 
 _WALKED = frozenset(
-    f"relax.{name}"
-    for name in "add subtract multiply negative astype strided_slice split concat stack reshape expand_dims squeeze".split()
+    {
+        "relax.add",
+        "relax.subtract",
+        "relax.multiply",
+        "relax.negative",
+        "relax.astype",
+        "relax.strided_slice",
+        "relax.split",
+        "relax.concat",
+        "relax.stack",
+        "relax.reshape",
+        "relax.expand_dims",
+        "relax.squeeze",
+    }
 )
 
 

@@ -2,7 +2,9 @@
 
 Before: the operators an importer wrote.  After: calls to private functions with ``Composite`` =
 ``crossloom.rms_norm``, ``crossloom.layer_norm``, ``crossloom.rotary``, ``crossloom.attention``,
-``crossloom.linear``, ``crossloom.embedding``, ``crossloom.activation``; each body is the matched lines.
+``crossloom.gated_mlp``,
+``crossloom.mlp``, ``crossloom.linear``, ``crossloom.embedding``, ``crossloom.activation``; each body
+is the matched lines.
 
 Fires where the meaning is proved.  Never elsewhere: the lines stay, and a verdict says why.
 
@@ -21,13 +23,14 @@ from crossloom.rewrite import rewrite_pass
 from .canonicalize_activation import activation_rules
 from .canonicalize_attention import attention_rules
 from .canonicalize_linear import linear_rules
+from .canonicalize_mlp import mlp_rules
 from .canonicalize_norm import norm_rules
 from .canonicalize_rotary import rotary_rules
 
 
 def CanonicalizeTransformer() -> tvm.transform.Pass:
     """Return the pass; see the module's docstring."""
-    rules = [*norm_rules(), *rotary_rules(), *attention_rules(), *linear_rules(), *activation_rules()]
+    rules = [*norm_rules(), *rotary_rules(), *attention_rules(), *mlp_rules(), *linear_rules(), *activation_rules()]
     return rewrite_pass("CanonicalizeTransformer", rules)
 
 
