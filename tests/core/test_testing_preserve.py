@@ -28,6 +28,19 @@ def test_strategies_agree_with_their_references(case: Case) -> None:
             np.testing.assert_allclose(got.astype("float64"), want.astype("float64"), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("convention", ["half-split", "interleaved"])
+def test_rotary_agrees_with_its_own_convention(convention: str) -> None:
+    @settings(max_examples=4, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(strategies.rotary(convention))
+    def prove(case: Case) -> None:
+        inputs = case.inputs(2)
+        for entry, outputs in run_entries(case.mod, inputs).items():
+            for got, want in zip(outputs, case.expected(inputs)[entry]):
+                np.testing.assert_allclose(got.astype("float64"), want.astype("float64"), atol=5e-3)
+
+    prove()
+
+
 @mutator
 class _WrongSilu(PyExprMutator):
     def visit_call_(self, call: relax.Call) -> relax.Expr:

@@ -138,6 +138,45 @@ def residual_norm(draw: Any) -> Case:
     return _case(draw, [("n", d), ("n", d), (d,), (d,)], emit, reference, dtype)
 
 
+def _rotate(bb: relax.BlockBuilder, x: relax.Expr, half: int) -> relax.Expr:
+    """Return ``[-second, first, rest]`` of the half-split convention (without the rest)."""
+    first = bb.emit(relax.op.strided_slice(x, [1], [0], [half]))
+    second = bb.emit(relax.op.strided_slice(x, [1], [half], [2 * half]))
+    return bb.emit(relax.op.concat([bb.emit(relax.op.negative(second)), first], axis=-1))
+
+
+@st.composite
+def rotary(draw: Any, convention: str = "half-split") -> Case:
+    """Rotary embedding of (n, d) by angles (n, d_rotated / 2), whole or partial.
+
+    ``convention`` is ``"half-split"`` or ``"interleaved"``.
+    """
+    half, rest, dtype = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([0, 1, 4])), draw(DTYPES)
+    d = 2 * half + rest
+
+    def emit(bb: relax.BlockBuilder, p: list[relax.Var]) -> list[relax.Expr]:
+        x = bb.emit(relax.op.strided_slice(p[0], [1], [0], [2 * half]))
+        cos, sin = bb.emit(relax.op.cos(p[1])), bb.emit(relax.op.sin(p[1]))
+        if convention == "half-split":
+            cos, sin = (bb.emit(relax.op.concat([t, t], axis=-1)) for t in (cos, sin))
+            turned = _rotate(bb, x, half)
+        else:
+            cos, sin = (bb.emit(relax.op.repeat(t, 2, axis=1)) for t in (cos, sin))
+            even = bb.emit(relax.op.strided_slice(x, [1], [0], [2 * half], [2]))
+            odd = bb.emit(relax.op.strided_slice(x, [1], [1], [2 * half], [2]))
+            pairs = [bb.emit(relax.op.expand_dims(t, 2)) for t in (bb.emit(relax.op.negative(odd)), even)]
+            stacked = bb.emit(relax.op.concat(pairs, axis=2))
+            turned = bb.emit(relax.op.reshape(stacked, relax.ShapeExpr([p[0].ty.shape[0], 2 * half])))
+        left, right = bb.emit(relax.op.multiply(x, cos)), bb.emit(relax.op.multiply(turned, sin))
+        out = bb.emit(relax.op.add(left, right))
+        if not rest:
+            return [out]
+        tail = bb.emit(relax.op.strided_slice(p[0], [1], [2 * half], [d]))
+        return [relax.op.concat([out, tail], axis=-1)]
+
+    return _case(draw, [("n", d), ("n", half)], emit, lambda x: [ref.rotary(x[0], x[1], convention)], dtype)
+
+
 def modules() -> st.SearchStrategy[Case]:
     """Return any of the module strategies."""
-    return st.one_of(rms_norm(), linear(), gated_mlp(), residual_norm())
+    return st.one_of(rms_norm(), linear(), gated_mlp(), residual_norm(), rotary(), rotary("interleaved"))

@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from ..errors import BudgetExceeded, UsageError
 from ..model import Model
 from ..numerics import REASSOCIATES, Numerics, check
 from ..rewrite import limit_rewrites
-from ..verdict import Ledger
+from ..verdict import Ledger, Verdict
 from .runner import public_entries, random_inputs, run_module
 
 Inputs = Mapping[str, Sequence[np.ndarray]]
@@ -172,6 +172,27 @@ class Culprit:
     site: str = ""
 
 
+def _locate(culprit: Culprit, fired: Sequence[Verdict], problem: Callable[[], str]) -> Culprit:
+    """Add the guilty rewrite to the culprit by binary search over how many of ``fired`` are let through."""
+
+    def broken(count: int) -> bool:
+        limits = dict.fromkeys((v.rewrite for v in fired), 0)
+        for verdict in fired[:count]:
+            limits[verdict.rewrite] += 1
+        with limit_rewrites(limits):
+            return bool(problem())
+
+    if not fired or broken(0):
+        return culprit
+    good, bad = 0, len(fired)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (good, middle) if broken(middle) else (middle, bad)
+    guilty = fired[bad - 1]
+    instance = sum(v.rewrite == guilty.rewrite for v in fired[: bad - 1])
+    return replace(culprit, rewrite=guilty.rewrite, instance=instance, function=guilty.function, site=guilty.site)
+
+
 def bisect(
     model: Model | tvm.ir.IRModule, passes: Sequence[Step], inputs: Inputs | None = None, *, seed: int = 0
 ) -> Culprit | None:
@@ -198,25 +219,7 @@ def bisect(
         if not problem:
             mod, last = after, now
             continue
-        fired = ledger.fired
-        rules = {v.rewrite for v in fired}
-
-        def broken(count: int) -> bool:
-            limits = dict.fromkeys(rules, 0)
-            for verdict in fired[:count]:
-                limits[verdict.rewrite] += 1
-            with limit_rewrites(limits):
-                return bool(attempt(step, numerics)[2])
-
-        if not fired or broken(0):
-            return Culprit(name, problem, mod)
-        good, bad = 0, len(fired)
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            good, bad = (good, middle) if broken(middle) else (middle, bad)
-        guilty = fired[bad - 1]
-        instance = sum(v.rewrite == guilty.rewrite for v in fired[: bad - 1])
-        return Culprit(name, problem, mod, guilty.rewrite, instance, guilty.function, guilty.site)
+        return _locate(Culprit(name, problem, mod), ledger.fired, lambda s=step, n=numerics: attempt(s, n)[2])
     return None
 
 
