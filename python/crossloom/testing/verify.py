@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tvm
@@ -213,13 +215,16 @@ def bisect(
             return after, {}, _why(error)
         return after, now, compare(numerics, last, now)[1]
 
+    def attempted_problem(step: tvm.transform.Pass, numerics: Numerics) -> str:
+        return attempt(step, numerics)[2]
+
     for name, step, numerics in passes:
         with Ledger() as ledger:
             after, now, problem = attempt(step, numerics)
         if not problem:
             mod, last = after, now
             continue
-        return _locate(Culprit(name, problem, mod), ledger.fired, lambda s=step, n=numerics: attempt(s, n)[2])
+        return _locate(Culprit(name, problem, mod), ledger.fired, partial(attempted_problem, step, numerics))
     return None
 
 
@@ -254,6 +259,8 @@ def write_repro(path: str | Path, mod_before: tvm.ir.IRModule, pass_text: str, i
     path.write_text(_REPRO.format(text=pass_text))
     path.with_suffix(".json").write_text(tvm.ir.save_json(mod_before))
     path.with_suffix(".txt").write_text(mod_before.script(show_meta=False))
-    arrays = {f"{entry}/{i:04d}": value for entry, values in inputs.items() for i, value in enumerate(values)}
+    arrays: dict[str, Any] = {
+        f"{entry}/{i:04d}": value for entry, values in inputs.items() for i, value in enumerate(values)
+    }
     np.savez(path.with_suffix(".npz"), **arrays)
     return path
