@@ -149,3 +149,8 @@ def test_help_loads_neither_tvm_nor_numpy(program):
         "sys.exit(bool({'tvm', 'numpy', 'onnx', 'rich.console'} & set(sys.modules)))"
     )
     assert subprocess.run([program[0], "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+def test_no_arguments_print_the_help(tvmc):
+    code, out, err = tvmc()
+    assert code == 2 and "compile" in out + err and "doctor" in out + err

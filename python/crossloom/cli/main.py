@@ -116,7 +116,8 @@ def execute(arguments: Sequence[str]) -> int:
         typer.echo("interrupted", err=True)
         return INTERRUPTED
     except _ClickException as error:
-        if not error.args or type(error).__name__ == "NoArgsIsHelpError":
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(error.format_message(), err=True)  # type: ignore[attr-defined]
             return USAGE
         context = getattr(error, "ctx", None)
         _complain(
