@@ -13,6 +13,7 @@ Numerics: exact; the body is the model's own spelling.  Source: Hendrycks & Gimp
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from tvm import relax
@@ -23,7 +24,7 @@ from crossloom.verdict import Verdict
 from ._match_spelling import dims, matched, replay, replayable, same_dims, scalar
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
-_UNARY = {
+_UNARY: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "relax.sigmoid": lambda a: 1 / (1 + np.exp(-a)),
     "relax.tanh": np.tanh,
     "relax.erf": _erf,
@@ -34,7 +35,7 @@ _UNARY = {
     "relax.nn.silu": lambda a: a / (1 + np.exp(-a)),
     "relax.nn.gelu": lambda a: a * (1 + _erf(a / math.sqrt(2))) / 2,
 }
-_BINARY = {
+_BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "relax.multiply": np.multiply,
     "relax.add": np.add,
     "relax.subtract": np.subtract,
@@ -83,10 +84,10 @@ def _evaluate(graph: Graph, root: relax.Var, x: relax.Var) -> np.ndarray | None:
         if call is None or len(done) > _DEEP:
             return None
         args = [at(a) for a in call.args]
-        if any(a is None for a in args):
-            result = None
-        else:
-            result = (_UNARY.get(graph.op(expr)) or _BINARY[graph.op(expr)])(*args)
+        result: np.ndarray | None = None
+        name, known = graph.op(expr), [a for a in args if a is not None]
+        if len(known) == len(args):
+            result = _UNARY[name](known[0]) if name in _UNARY else _BINARY[name](known[0], known[1])
         if isinstance(expr, relax.Var):
             done[expr] = result
         return result
@@ -113,8 +114,8 @@ def match_activation(graph: Graph, root: relax.Var) -> Match | Verdict | None:
         if not same_dims(dims(x) or (), dims(root) or (None,)):
             continue
         value = _evaluate(graph, root, x)
-        for kind, want in _KINDS.items() if value is not None else ():
-            if np.allclose(value, want, rtol=2e-4, atol=2e-6):
+        for kind, want in _KINDS.items():
+            if value is not None and np.allclose(value, want, rtol=2e-4, atol=2e-6):
                 return matched(graph, root, {"x": x}, kind=kind)
     return None
 

@@ -12,6 +12,8 @@ Numerics: exact; the body is the model's own spelling.  Source: Zhang & Sennrich
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm import relax
 
 from crossloom.rewrite import Graph, Match, Rule, Site
@@ -181,7 +183,7 @@ def _match_operator(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     return matched(graph, root, dict(zip(names, call.args, strict=False)), axes=axes, epsilon=float(call.attrs.epsilon))
 
 
-def _outline(name: str):  # type: ignore[no-untyped-def]
+def _outline(name: str) -> Callable[[Site], relax.Expr]:
     def replace(site: Site) -> relax.Expr:
         facts = site.match.facts
         return replay(site, name, {"axes": facts["axes"], "epsilon": facts["epsilon"]})
@@ -192,11 +194,10 @@ def _outline(name: str):  # type: ignore[no-untyped-def]
 def norm_rules() -> list[Rule]:
     """Return the rules, in order of priority."""
     layer, rms = _outline("crossloom.layer_norm"), _outline("crossloom.rms_norm")
-    spelled = {"legal": replayable}
     return [
-        Rule("layer-norm", frozenset({"relax.nn.layer_norm"}), _match_operator, layer, **spelled),
-        Rule("rms-norm", frozenset({"relax.nn.rms_norm"}), _match_operator, rms, **spelled),
-        Rule("layer-norm", frozenset({"relax.add"}), _match_layer, layer, **spelled),
-        Rule("layer-norm", frozenset({"relax.multiply"}), _match_layer, layer, **spelled),
-        Rule("rms-norm", frozenset({"relax.multiply"}), _match_rms, rms, **spelled),
+        Rule("layer-norm", frozenset({"relax.nn.layer_norm"}), _match_operator, layer, legal=replayable),
+        Rule("rms-norm", frozenset({"relax.nn.rms_norm"}), _match_operator, rms, legal=replayable),
+        Rule("layer-norm", frozenset({"relax.add"}), _match_layer, layer, legal=replayable),
+        Rule("layer-norm", frozenset({"relax.multiply"}), _match_layer, layer, legal=replayable),
+        Rule("rms-norm", frozenset({"relax.multiply"}), _match_rms, rms, legal=replayable),
     ]

@@ -57,7 +57,7 @@ def _candidates(graph: Graph, root: relax.Var) -> list[relax.Var]:
         leaves: list[relax.Expr] = []
         if isinstance(value, relax.TupleGetItem):
             leaves = [value.tuple_value]
-        elif graph.op(at) in _WALKED:
+        elif isinstance(value, relax.Call) and graph.op(at) in _WALKED:
             leaves = [f for a in value.args for f in (a.fields if isinstance(a, relax.Tuple) else (a,))]
         for leaf in leaves:
             if isinstance(leaf, relax.Var) and leaf not in seen:
@@ -149,9 +149,9 @@ def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
             refusal = refusal or found
         elif found is not None:
             cos, sin = found.pop("cos"), found.pop("sin")
-            if _made_by(graph, cos, "relax.sin") or _made_by(graph, sin, "relax.cos"):  # type: ignore[arg-type]
+            if _made_by(graph, cos, "relax.sin") or _made_by(graph, sin, "relax.cos"):
                 return refuse("tables-exchanged", x.name)
-            return matched(graph, root, {"x": x, "cos": cos, "sin": sin}, **found)  # type: ignore[dict-item]
+            return matched(graph, root, {"x": x, "cos": cos, "sin": sin}, **found)
     return refusal
 
 
