@@ -173,10 +173,23 @@ def rotary_embedding(c: Call) -> list[Any]:
     return [y]
 
 
+def clip(c: Call) -> list[Any]:
+    """Clip, its bounds operands or (before opset 11) attributes; a bound that is absent does not bind."""
+    y = c.need(0)
+    for index, name, bound in ((1, "min", op.maximum), (2, "max", op.minimum)):
+        limit = c.arg(index)
+        if limit is None and name in c.attrs:
+            limit = relax.const(float(c.attrs[name]), dtype_of(y))
+        if limit is not None:
+            y = c.emit(bound(y, limit))
+    return [y]
+
+
 NORMS: dict[tuple[str, str], Converter] = {
     ("com.microsoft", "SimplifiedLayerNormalization"): simplified_layer_norm,
     ("com.microsoft", "SkipLayerNormalization"): skip_layer_norm,
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): skip_simplified_layer_norm,
     ("com.microsoft", "RotaryEmbedding"): rotary_embedding,
     ("", "LayerNormalization"): layer_norm,
+    ("", "Clip"): clip,
 }
