@@ -24,6 +24,7 @@ from .options import PassText, build_options
 STAGES = ("canonicalize", "fuse", "quantize", "partition", "lower", "plan", "build")
 
 BUILTINS = (
+    "crossloom.passes.canonicalize_transformer",
     "crossloom.passes.inline_composites",
     "crossloom.passes.accumulate_matmul_fp32",
     "crossloom.passes.legalize_ops",
