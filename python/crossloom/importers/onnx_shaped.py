@@ -162,6 +162,8 @@ def strided_slice(m: ShapeMath, where: str, bb: Any, x: Any, parts: list[Value |
     axes = [a % len(dims) for a in axes]
 
     def clamp(bound: Any, dim: Any) -> Any:
+        if isinstance(bound, int) and bound >= 2**31 - 1:
+            return dim  # "to the end"
         if isinstance(bound, int):
             bound = bound + dim if bound < 0 else bound
         elif not m.proves(bound >= 0):
@@ -169,6 +171,8 @@ def strided_slice(m: ShapeMath, where: str, bb: Any, x: Any, parts: list[Value |
         return m.maximum(0, m.minimum(m.simplify(bound), dim))
 
     begin = [clamp(b, dims[a]) for b, a in zip(starts, axes)]
-    end = [m.maximum(b, clamp(e, dims[a])) for b, e, a in zip(begin, ends, axes)]
+    end = [clamp(e, dims[a]) for e, a in zip(ends, axes)]
+    # A begin is at most its dimension already.
+    end = [e if m.same(e, dims[a]) else m.maximum(b, e) for b, e, a in zip(begin, end, axes)]
     prim = lambda values: [relax.prim_value(v) for v in values]
     return bb.emit(op.strided_slice(x, axes, prim(begin), prim(end), prim(steps), assume_inbound=True))
