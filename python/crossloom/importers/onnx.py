@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import onnx
 import tvm
-from tvm import relax, tirx
+from tvm import relax
 
 from crossloom.errors import UnsupportedModel
 from crossloom.importers import onnx_check, onnx_convert
 from crossloom.importers.onnx_load import WEIGHT_TYPES, WIDENED, has_nan, load, read_tensor
 from crossloom.importers.onnx_quantized import fold_dequantize, fold_matmul_nbits
 from crossloom.importers.onnx_shapes import input_types
+from crossloom.importers.signature import dimension
 from crossloom.model import Entry, Model, TensorSpec
 
 _INLINE_ELEMENTS = 4096
@@ -232,7 +233,7 @@ def _fold(node: onnx.NodeProto, tensors: dict[str, np.ndarray], opset: int, fold
 def _dims(ty: Any, name: str) -> tuple[int | str, ...]:
     if ty.shape is None or not hasattr(ty.shape, "values"):
         return tuple(f"{name}_d{i}" for i in range(max(ty.ndim, 0)))
-    return tuple(int(d) if isinstance(d, tirx.IntImm) else str(d) for d in ty.shape.values)
+    return tuple(dimension(d) for d in ty.shape.values)
 
 
 def _with_entry(mod: tvm.IRModule, entry: str, fn: relax.Function) -> tvm.IRModule:
