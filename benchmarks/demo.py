@@ -42,7 +42,8 @@ TOKENS_EQUAL, QEMU_ERROR = 0.99, 1e-3
 EMULATED = "rk3588 under QEMU (emulation, not the board's speed)"
 BOARD = "shapes3-rk3588"
 
-console = Console(highlight=False)
+#: Wide where it goes to a file, so that tables stay readable.
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 def demo(output: Path, samples: int = 100, emulated: int = 3, device: str = "all") -> dict[str, Any]:

@@ -18,7 +18,7 @@ from crossloom.fold_weights import fold_weights
 from crossloom.model import Model
 from crossloom.models import shapes3
 from crossloom.models.shapes3 import Run, Sample
-from crossloom.numerics import worst_error
+from crossloom.numerics import Numerics, worst_error
 from crossloom.targets import Target
 
 #: Inputs by name.
@@ -161,12 +161,12 @@ def _compare(
     name: str,
     before: Model,
     after: Model,
-    numerics: Any,
+    numerics: Numerics | None,
     last: list[np.ndarray],
     target: tvm.target.Target,
     calls: Sequence[tuple[str, Inputs]],
 ) -> tuple[Model, list[np.ndarray]]:
-    contract = str(numerics) if numerics is not None else "exact"
+    contract = _contract(numerics)
     if tvm_ffi.structural_equal(before.mod, after.mod):
         out[name] = PassEffect(False, 0.0, contract, True)
         return after, last
@@ -176,6 +176,14 @@ def _compare(
     within = all(error <= bound for error, bound in zip(errors, bounds))
     out[name] = PassEffect(True, max(errors, default=0.0), contract, within)
     return after, outputs
+
+
+def _contract(numerics: Numerics | None) -> str:
+    """Return a class with its bound for float32, the dtype shapes3 computes in."""
+    if numerics is None:
+        return "exact"
+    bound = numerics.bound("float32")
+    return f"{numerics.kind} ({bound:g})" if bound else numerics.kind
 
 
 def _outputs(model: Model, target: tvm.target.Target, calls: Sequence[tuple[str, Inputs]]) -> list[np.ndarray]:
