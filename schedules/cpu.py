@@ -296,12 +296,12 @@ def _contraction(sch: Schedule, machine: Machine) -> bool:
     # loop, which LLVM vectorizes with a remainder of its own.
     ragged = n is None or width < min(lanes, n)
     height = 1
-    if ragged:
+    if ragged or (row is not None and not _affine(spatial[row].extent)):
         row = None
     if row is not None:
         m = _extent(spatial[row].extent)
         if m is None:
-            height = 4 if _affine(spatial[row].extent) else 1
+            height = 4
         else:
             height = _divisor(m, 6)
         if m is not None and height < 3 and m > 6:
