@@ -138,9 +138,3 @@ def pipeline(target: Any = None, text: str | None = None, disabled: Iterable[str
         return mod
 
     return run
-
-
-def register_with_tvm() -> None:
-    """Make ``relax_pipeline="crossloom"`` known to TVM; called by ``import tvm`` through our entry point."""
-    if "crossloom" not in relax.pipeline.PIPELINE_MAP:
-        relax.register_pipeline("crossloom")(pipeline)

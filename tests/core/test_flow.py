@@ -78,6 +78,12 @@ def test_tvm_finds_the_pipeline_by_name_without_importing_us():
     assert float(done.stdout) == pytest.approx(3.0)
 
 
+def test_importing_us_before_tvm_warns_of_nothing():
+    code = "import crossloom.flow; from tvm import relax; print(relax.get_pipeline('crossloom'))"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "autoload" not in done.stderr, done.stderr
+
+
 def test_the_flow_computes_what_the_module_says_for_several_entries():
     builder = relax.BlockBuilder()
     for name in ("vision", "decode"):
