@@ -35,7 +35,7 @@ def measure(run: Run, number: int, seed: int, audio: bool) -> dict[str, object]:
 
 
 def main() -> None:
-    """Command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--weights", type=Path, help="another weight file")
     parser.add_argument("--number", type=int, default=1500, help="samples of each kind")

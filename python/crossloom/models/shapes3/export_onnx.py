@@ -268,7 +268,7 @@ def export(folder: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=path(), help="where the weight file is")
     export(parser.parse_args().folder)

@@ -163,18 +163,14 @@ class Reference:
         for layer in range(c.audio_layers):
             name = f"audio.layers.{layer}"
             normed = self._norm(f"{name}.self_attn_layer_norm", x)
-            q, k, v = (
-                _heads(self._linear(f"{name}.self_attn.{part}_proj", normed), c.audio_heads) for part in "qkv"
-            )
+            q, k, v = (_heads(self._linear(f"{name}.self_attn.{part}_proj", normed), c.audio_heads) for part in "qkv")
             mixed = softmax(q @ k.transpose(0, 2, 1) * scale) @ v
             x = x + self._linear(f"{name}.self_attn.out_proj", _merge(mixed))
             normed = self._norm(f"{name}.final_layer_norm", x)
             x = x + self._linear(f"{name}.fc2", gelu(self._linear(f"{name}.fc1", normed)))
         return self._linear("audio.proj", self._norm("audio.layer_norm", x))[None]
 
-    def embed(
-        self, vision_features: np.ndarray, audio_features: np.ndarray, input_ids: np.ndarray
-    ) -> np.ndarray:
+    def embed(self, vision_features: np.ndarray, audio_features: np.ndarray, input_ids: np.ndarray) -> np.ndarray:
         """The three inputs in one sequence, ``(1, nv + na + n, dim)``."""
         text = self.params["model.embed_tokens.weight"][input_ids]
         return np.concatenate([vision_features, audio_features, text], axis=1)

@@ -166,9 +166,7 @@ def audio_loss(model: Shapes3, features: Tensor, label: Tensor) -> Tensor:
     return F.cross_entropy(model.model.logits(features).flatten(0, 1), label.flatten())
 
 
-def answer_loss(
-    model: Shapes3, heads: Heads, batch: Batch, vision_weight: float
-) -> tuple[Tensor, dict[str, float]]:
+def answer_loss(model: Shapes3, heads: Heads, batch: Batch, vision_weight: float) -> tuple[Tensor, dict[str, float]]:
     """Loss of stage 3 and numbers to print."""
     vision = model.projector(model.vision(batch.image))
     loss_v = vision_loss(heads, vision, batch.patch_kind, batch.patch_color, batch.patch_center)
@@ -310,18 +308,18 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("shapes3.safetensors"))
     parser.add_argument("--resume", type=Path, help="start from these weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vision-steps", type=int, default=1500)
-    parser.add_argument("--audio-steps", type=int, default=600)
-    parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--batch", type=int, default=32, help="images a step in stage 3")
+    parser.add_argument("--audio-steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=3600)
+    parser.add_argument("--batch", type=int, default=16, help="images a step in stage 3")
     parser.add_argument("--lr", type=float, default=1.5e-3, help="of stage 3")
-    parser.add_argument("--text-first", type=float, default=0.3, help="share of stage 3 without speech")
+    parser.add_argument("--text-first", type=float, default=0.4, help="share of stage 3 without speech")
     parser.add_argument("--spoken", type=int, default=2, help="spoken questions an image, of five")
     parser.add_argument("--vision-weight", type=float, default=0.2, help="of the patch labels in stage 3")
     train(parser.parse_args())
