@@ -232,7 +232,7 @@ def stage(
     began = time.monotonic()
     mean: dict[str, float] = {}
     for step, batch in enumerate(ahead(make, steps)):
-        warm = min(1.0, (step + 1) / 150)
+        warm = min(1.0, (step + 1) / min(150.0, 0.1 * steps))
         cosine = 0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * step / steps))
         for group in best.param_groups:
             group["lr"] = lr * warm * cosine
@@ -296,7 +296,7 @@ def train(args: argparse.Namespace) -> None:
         return answer_loss(model, heads, batch, args.vision_weight)
 
     def checkpoint(step: int) -> None:
-        if (step + 1) % 250 == 0:
+        if (step + 1) % 100 == 0:
             save(model, args.output)
 
     vision_parts: list[nn.Module] = [model.vision, model.projector, heads]
