@@ -8,12 +8,14 @@ Fires for permute_dims, reshape, astype, expand_dims, squeeze and elementwise su
 weights, constants or folded themselves.  Never for a value that is only a constant (TVM's FoldConstant does those) or
 one with a symbolic shape.  Numerics: exact, numpy computing in the values' own dtype.
 
-It works on a :class:`crossloom.model.Model`, since it changes weights: the driver runs it before the passes.
+It works on a :class:`crossloom.model.Model`, since it changes weights; the driver runs it after
+``inline-composites``, when what composites hid is plain operators again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -122,6 +124,8 @@ def fold_weights(model: Model) -> Model:
     """
     params: dict[str, np.ndarray] = {}
     by_content: dict[tuple[str, tuple[int, ...], bytes], str] = {}
+    # A weight may have such a name already, from an earlier fold or its author.
+    free_names = (name for name in map("folded.{}".format, itertools.count()) if name not in model.params)
     entries: dict[str, Entry] = {}
     functions = dict(model.mod.functions_items())
     for gvar, func in model.mod.functions_items():
@@ -140,8 +144,8 @@ def fold_weights(model: Model) -> Model:
             array = np.ascontiguousarray(folded[var])
             key = (str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).digest())
             if key not in by_content:
-                name = f"folded.{len(by_content)}"
-                by_content[key], params[name] = name, array
+                by_content[key] = next(free_names)
+                params[by_content[key]] = array
             names.append(by_content[key])
             new_vars[var] = relax.Var(f"w_{by_content[key].replace('.', '_')}", var.ty)
             record(accept(bytes_saved=array.nbytes).at("fold-weights", graph.name, var.name))
