@@ -11,8 +11,7 @@ from crossloom.errors import UnsupportedModel, UsageError
 from crossloom.importers.compose import Chain, compose
 from crossloom.importers.specialize import specialize
 from crossloom.model import Entry, Model, TensorSpec
-
-LLVM = tvm.target.Target({"kind": "llvm"})
+from crossloom.testing import run_module
 
 
 def linear(weight: np.ndarray, *, rows="n", x="x", y="y", modality="", twice=False, bounds=None) -> Model:
@@ -40,9 +39,7 @@ def linear(weight: np.ndarray, *, rows="n", x="x", y="y", modality="", twice=Fal
 
 
 def run(model: Model, entry: str, *inputs: np.ndarray):
-    vm = relax.VirtualMachine(tvm.compile(model.mod, LLVM), tvm.cpu())
-    out = vm[entry](*[tvm.runtime.tensor(v) for v in [*inputs, *model.entry_params(entry)]])
-    return [o.numpy() for o in out] if not hasattr(out, "numpy") else [out.numpy()]
+    return run_module(model.mod, entry, [*inputs, *model.entry_params(entry)])
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import tvm
 from tvm import relax, tirx
 
 from crossloom.fold_weights import fold_weights
 from crossloom.model import Entry, Model, TensorSpec
+from crossloom.testing import run_module
 from crossloom.verdict import Ledger
 
 RNG = np.random.default_rng(0)
@@ -37,10 +40,7 @@ def model() -> Model:
 
 
 def run(model: Model, entry: str, x: np.ndarray) -> list[np.ndarray]:
-    vm = relax.VirtualMachine(tvm.compile(model.mod, tvm.target.Target({"kind": "llvm"})), tvm.cpu())
-    args = [x, *model.entry_params(entry)]
-    out = vm[entry](*[tvm.runtime.tensor(np.ascontiguousarray(a)) for a in args])
-    return [out.numpy()] if hasattr(out, "numpy") else [o.numpy() for o in out]
+    return run_module(model.mod, entry, [x, *model.entry_params(entry)])
 
 
 def test_results_stay_and_the_transpose_is_gone():
@@ -75,3 +75,19 @@ def test_the_input_model_is_left_alone():
     script = before.mod.script()
     fold_weights(before)
     assert before.mod.script() == script and set(before.params) == {"w", "b"}
+
+
+def test_a_weight_already_called_folded_is_not_overwritten():
+    """Folding a folded model, or a user's own weight of that name, must not take its place."""
+    before = model()
+    named = Model(
+        before.mod,
+        {"folded.0": W, "folded.1": B},
+        {name: replace(entry, weights=("folded.0", "folded.1")) for name, entry in before.entries.items()},
+    )
+    folded = fold_weights(named)
+    x = RNG.standard_normal((3, 4), "float32")
+    product, weight = run(folded, "decode", x)
+    want = x @ W.T + (B * np.float32(2)).astype("float16").astype("float32")
+    np.testing.assert_allclose(product, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(weight, W)

@@ -6,18 +6,15 @@ import sys
 
 import numpy as np
 import pytest
-import tvm
-from tvm import relax
 
 from crossloom.errors import ToolchainMissing, UnsupportedModel, UsageError
 from crossloom.importers.torch import from_torch
+from crossloom.testing import run_module
 
 
 def run(model, *inputs):
     entry = next(iter(model.entries))
-    vm = relax.VirtualMachine(tvm.compile(model.mod, tvm.target.Target({"kind": "llvm"})), tvm.cpu())
-    out = vm[entry](*[tvm.runtime.tensor(v) for v in [*inputs, *model.entry_params(entry)]])
-    return [o.numpy() for o in out] if not hasattr(out, "numpy") else [out.numpy()]
+    return run_module(model.mod, entry, [*inputs, *model.entry_params(entry)])
 
 
 def check(module, *inputs, other=None, tolerance=1e-4, **options):
