@@ -6,13 +6,12 @@ import contextlib
 import os
 import re
 import socket
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 from tvm import rpc
 
 from crossloom.errors import InternalError, ToolchainFailed, UsageError
+from crossloom.runtime.watchdog import watchdog
 
 _REQUEST_SECONDS = 600.0  # all boards of a tracker may be busy
 
@@ -80,23 +79,13 @@ class Board:
         except Exception as err:
             raise ToolchainFailed(self.command, None if self._timed_out else 1, str(err)) from err
 
-    @contextlib.contextmanager
-    def limit(self, seconds: float) -> Iterator[None]:
+    def limit(self, seconds: float) -> contextlib.AbstractContextManager[None]:
         """Hang up when the body takes longer than `seconds`; the waiting call then fails."""
-        done = threading.Event()
+        return watchdog(seconds, self._expire)
 
-        def watch() -> None:
-            if not done.wait(seconds):
-                self._timed_out = True
-                self._hang_up()
-
-        watcher = threading.Thread(target=watch, name="crossloom-watchdog", daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            done.set()
-            watcher.join()
+    def _expire(self) -> None:
+        self._timed_out = True
+        self._hang_up()
 
     def failure(self, err: Exception) -> Exception:
         """Return what `err`, raised while talking to the board, means."""

@@ -8,9 +8,8 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tvm.rpc import _ffi_api
 from crossloom.errors import InternalError, ToolchainFailed, ToolchainMissing
 from crossloom.runtime.board_libs import runtime_libs
 from crossloom.runtime.cross import server_program
+from crossloom.runtime.watchdog import watchdog
 
 _START_SECONDS = 120.0
 _LOG_TAIL_BYTES = 20_000
@@ -78,23 +78,13 @@ class ServerProcess:
                 self._pid = int((self.folder / "pid").read_text())
         return self._pid
 
-    @contextlib.contextmanager
-    def limit(self, seconds: float) -> Iterator[None]:
+    def limit(self, seconds: float) -> contextlib.AbstractContextManager[None]:
         """Kill the server when the body takes longer than `seconds`; the waiting call then fails."""
-        done = threading.Event()
+        return watchdog(seconds, self._expire)
 
-        def watch() -> None:
-            if not done.wait(seconds):
-                self._timed_out = True
-                self._kill()
-
-        watcher = threading.Thread(target=watch, name="crossloom-watchdog", daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            done.set()
-            watcher.join()
+    def _expire(self) -> None:
+        self._timed_out = True
+        self._kill()
 
     def failure(self, err: Exception) -> Exception:
         """Return what `err`, raised while talking to the server, means.
