@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tvm import relax, tirx
 from tvm_ffi import structural_equal
 
-from crossloom.rewrite import Graph, Match, Site, outline
+from crossloom.rewrite import Graph, Match, Site, outline, rebuild
 from crossloom.rewrite.composite import Attr
 from crossloom.verdict import Verdict, accept, refuse
 
@@ -154,12 +154,6 @@ def replay(site: Site, name: str, attrs: Mapping[str, Attr] | None = None) -> re
                 return env[expr]
             if isinstance(expr, relax.ShapeExpr):
                 return relax.ShapeExpr([_lookup(d, known) for d in expr.values])
-            if isinstance(expr, relax.Tuple):
-                return relax.Tuple([renew(f) for f in expr.fields])
-            if isinstance(expr, relax.TupleGetItem):
-                return relax.TupleGetItem(renew(expr.tuple_value), expr.index)
-            if isinstance(expr, relax.Call):
-                return relax.Call(expr.op, [renew(a) for a in expr.args], expr.attrs, expr.ty_args)
             for key, captured in match.captures.items():
                 if expr.same_as(captured):
                     return params[key]
@@ -167,7 +161,7 @@ def replay(site: Site, name: str, attrs: Mapping[str, Attr] | None = None) -> re
 
         for var in sorted(match.interior, key=graph.position.__getitem__):
             if var is not match.root and not var.same_as(match.root):
-                env[var] = builder.emit(renew(graph.value[var]))
-        return renew(graph.value[match.root])
+                env[var] = builder.emit(rebuild(graph.value[var], renew))
+        return rebuild(graph.value[match.root], renew)
 
     return outline(site, name, inputs, body, attrs)

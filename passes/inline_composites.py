@@ -18,6 +18,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from crossloom.numerics import EXACT
 from crossloom.registry import PassInfo
+from crossloom.rewrite import rebuild
 
 
 def _is_composite(func: ir.BaseFunc) -> bool:
@@ -54,30 +55,22 @@ class _Inliner(PyExprMutator):
         dims = _dimensions(callee, call)
         values: dict[relax.Var, relax.Expr] = dict(zip(callee.params, call.args))
 
-        def outer(expr: relax.Expr) -> relax.Expr:
+        def outer(leaf: relax.Expr) -> relax.Expr:
             """Return an operand of the callee in terms of the caller."""
-            if isinstance(expr, relax.Var):
-                return values.get(expr, expr)
-            if isinstance(expr, relax.ShapeExpr):
-                return relax.ShapeExpr([tvm_ffi.structural_map(dim, (ir.Var, dimension)) for dim in expr.values])
-            if isinstance(expr, relax.Tuple):
-                return relax.Tuple([outer(field) for field in expr.fields])
-            if isinstance(expr, relax.TupleGetItem):
-                return relax.TupleGetItem(outer(expr.tuple_value), expr.index)
-            if isinstance(expr, relax.Call):
-                return relax.Call(expr.op, [outer(arg) for arg in expr.args], expr.attrs, expr.ty_args)
-            return expr
+            if isinstance(leaf, relax.ShapeExpr):
+                return relax.ShapeExpr([tvm_ffi.structural_map(dim, (ir.Var, dimension)) for dim in leaf.values])
+            return values.get(leaf, leaf) if isinstance(leaf, relax.Var) else leaf
 
         def dimension(var: tirx.Var) -> tirx.Expr:
             return dims.get(var, var)
 
         for block in callee.body.blocks:
             for binding in block.bindings:
-                value = outer(binding.value)
+                value = rebuild(binding.value, outer)
                 # A composite within a composite.
                 value = self.visit_call_(value) if isinstance(value, relax.Call) else value
                 values[binding.var] = self.builder_.emit(value)
-        return outer(callee.body.body)
+        return rebuild(callee.body.body, outer)
 
 
 def InlineComposites() -> tvm.transform.Pass:

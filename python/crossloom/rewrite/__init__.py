@@ -2,7 +2,7 @@
 
 from .composite import composite_attrs, composite_name, outline
 from .driver import Match, Rule, Site, apply_rules, limit_rewrites, pattern, rewrite_pass
-from .graph import Graph, children
+from .graph import Graph, children, rebuild
 
 __all__ = [
     "Graph",
@@ -16,5 +16,6 @@ __all__ = [
     "limit_rewrites",
     "outline",
     "pattern",
+    "rebuild",
     "rewrite_pass",
 ]

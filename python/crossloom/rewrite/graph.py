@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tvm import ir, relax
 
@@ -22,6 +22,17 @@ def children(value: relax.Expr) -> Iterator[relax.Expr]:
             stack.append(expr.cond)
         else:
             yield expr
+
+
+def rebuild(expr: relax.Expr, leaf: Callable[[relax.Expr], relax.Expr]) -> relax.Expr:
+    """Return a binding value with each leaf operand (variable, shape, constant ...) replaced by ``leaf`` of it."""
+    if isinstance(expr, relax.Tuple):
+        return relax.Tuple([rebuild(field, leaf) for field in expr.fields])
+    if isinstance(expr, relax.TupleGetItem):
+        return relax.TupleGetItem(rebuild(expr.tuple_value, leaf), expr.index)
+    if isinstance(expr, relax.Call):
+        return relax.Call(expr.op, [rebuild(arg, leaf) for arg in expr.args], expr.attrs, expr.ty_args)
+    return leaf(expr)
 
 
 class Graph:
