@@ -300,10 +300,7 @@ def _contraction(sch: Schedule, machine: Machine) -> bool:
         row = None
     if row is not None:
         m = _extent(spatial[row].extent)
-        if m is None:
-            height = 4
-        else:
-            height = _divisor(m, 6)
+        height = 4 if m is None else _divisor(m, 6)
         if m is not None and height < 3 and m > 6:
             height = 4
     loops = list(sch.get_loops(tail))
