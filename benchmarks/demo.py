@@ -203,7 +203,7 @@ def describe(path: Path) -> dict[str, Any]:
         ledger = Ledger.from_json(bundle.read("ledger.json").decode())
         counts: dict[str, dict[str, int]] = {}
         for verdict in ledger:
-            row = counts.setdefault(verdict.rewrite, {"fired": 0, "refused": 0})
+            row = counts.setdefault(verdict.pass_name, {"fired": 0, "refused": 0})
             row["fired" if verdict.fired else "refused"] += 1
         return {
             "target": bundle.manifest.target,
@@ -282,8 +282,11 @@ def make_tables(result: Mapping[str, Any], bundles: Mapping[str, Bundle]) -> dic
             ledger = Ledger.from_json(bundle.read("ledger.json").decode())
         tables[f"ledger {name}"] = Table(
             f"Ledger of the {described['target']} build",
-            ("rewrite", "function", "site", "verdict", "culprit", "detail", "bytes saved", "MACs"),
-            [(v.rewrite, v.function, v.site, v.code, v.culprit, v.detail, v.bytes_saved, v.macs) for v in ledger],
+            ("pass", "rewrite", "function", "site", "verdict", "culprit", "detail", "bytes saved", "MACs"),
+            [
+                (v.pass_name, v.rewrite, v.function, v.site, v.code, v.culprit, v.detail, v.bytes_saved, v.macs)
+                for v in ledger
+            ],
             folded=True,
         )
     return tables

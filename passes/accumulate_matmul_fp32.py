@@ -5,7 +5,8 @@ After: ``t = R.matmul(x, w, out_dtype="float32"); y = R.astype(t, "float16")``, 
 
 Fires when the operator sums (matmul, convolutions, einsum, sum, mean, variance, std, softmax, norms) and its
 operands are float16 or bfloat16.
-Never when the result is already wider than the operands, or for integers (int8 products keep int32).
+Never when the result is already wider than the operands, for integers (int8 products keep int32), or where one
+operand of a product is wider than half (``operand-not-half``).
 
 Numerics: lowers no precision; results differ from TVM's by the rounding TVM makes in float16.
 """
@@ -14,10 +15,11 @@ from __future__ import annotations
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from crossloom.numerics import lowers_precision
 from crossloom.registry import PassInfo
+from crossloom.rewrite import Graph, Match, Rule, Site, rewrite_pass
+from crossloom.verdict import Verdict, accept, refuse
 
 _HALF = ("float16", "bfloat16")
 #: Operators with ``out_dtype``: the kernel reads half precision and writes float32.
@@ -45,58 +47,58 @@ _WIDEN = (
 )
 
 
-def _half(expr: relax.Expr) -> bool:
+def _is_half(expr: relax.Expr) -> bool:
     ty = expr.ty
     return isinstance(ty, relax.TensorType) and str(ty.dtype) in _HALF
 
 
-@mutator
-class _Widen(PyExprMutator):
-    def run(self, mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
-        for gv, func in mod.functions_items():
-            # An external codegen has its own arithmetic.
-            if isinstance(func, relax.Function) and not (func.attrs and "Codegen" in func.attrs):
-                self.builder_.update_func(gv, self.visit_expr(func))
-        return self.builder_.get()
+def _match(graph: Graph, root: relax.Var) -> Match | None:
+    call = graph.value[root]
+    if not _is_half(root):
+        return None
+    # Operands that are shapes or prim values stand as they are.
+    captures = {f"operand {i}": arg for i, arg in enumerate(call.args)}
+    return Match(graph, root, captures, frozenset({root}), {"op": graph.op(root), "call": call})
 
-    def _float32(self, expr: relax.Expr) -> relax.Expr:
+
+def _legal(m: Match) -> Verdict:
+    if m.facts["op"] not in _OUT_DTYPE:
+        return accept()
+    dtypes = {str(arg.ty.dtype) for arg in m.facts["call"].args if isinstance(arg.ty, relax.TensorType)}
+    wide = sorted(dtypes - set(_HALF))
+    # out_dtype says how the sum is made, so a wider operand would change more than the rounding.
+    return refuse("operand-not-half", ", ".join(wide)) if wide else accept()
+
+
+def _replace(site: Site) -> relax.Expr:
+    call, name = site.match.facts["call"], site.match.facts["op"]
+    args = [site[f"operand {i}"] for i in range(len(call.args))]
+
+    def widened(expr: relax.Expr) -> relax.Expr:
         if isinstance(expr, relax.Tuple):
-            return relax.Tuple([self._float32(field) for field in expr.fields])
-        return self.builder_.emit(relax.op.astype(expr, "float32")) if _half(expr) else expr
+            return relax.Tuple([widened(field) for field in expr.fields])
+        return site.builder.emit(relax.op.astype(expr, "float32")) if _is_half(expr) else expr
 
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        result_type = call.ty
-        call = super().visit_call_(call)
-        name = call.op.name if isinstance(call.op, tvm.ir.Op) else ""
-        if name not in _OUT_DTYPE and name not in _WIDEN:
-            return call
-        if not isinstance(result_type, relax.TensorType) or str(result_type.dtype) not in _HALF:
-            return call
-        dtype = str(result_type.dtype)
-        if name == "relax.matmul":
-            wide = relax.op.matmul(call.args[0], call.args[1], out_dtype="float32")
-        elif name in _OUT_DTYPE:
-            convolve = getattr(relax.op.nn, name.rsplit(".", 1)[-1])
-            attrs = {key: getattr(call.attrs, key) for key in _CONV_ATTRS}
-            wide = convolve(call.args[0], call.args[1], **attrs, out_dtype="float32")
-        else:
-            wide = relax.Call(call.op, [self._float32(a) for a in call.args], call.attrs, call.ty_args)
-        return relax.op.astype(self.builder_.emit(wide), dtype)
+    if name == "relax.matmul":
+        wide = relax.op.matmul(args[0], args[1], out_dtype="float32")
+    elif name in _OUT_DTYPE:
+        convolve = getattr(relax.op.nn, name.rsplit(".", 1)[-1])
+        attrs = {key: getattr(call.attrs, key) for key in _CONV_ATTRS}
+        wide = convolve(args[0], args[1], **attrs, out_dtype="float32")
+    else:
+        wide = relax.Call(call.op, [widened(a) for a in args], call.attrs, call.ty_args)
+    return relax.op.astype(site.builder.emit(wide), str(site.match.root.ty.dtype))
 
 
-def AccumulateMatmulInFloat32() -> tvm.transform.Pass:
+def AccumulateMatmulFP32() -> tvm.transform.Pass:
     """Return the pass; every Relax function is treated, composite ones included."""
-
-    @tvm.transform.module_pass(opt_level=0, name="AccumulateMatmulInFloat32")
-    def accumulate(mod: tvm.ir.IRModule, _: tvm.transform.PassContext) -> tvm.ir.IRModule:
-        return _Widen(mod).run(mod)
-
-    return accumulate
+    rule = Rule("accumulate-matmul-fp32", frozenset((*_OUT_DTYPE, *_WIDEN)), _match, _replace, legal=_legal)
+    return rewrite_pass("accumulate-matmul-fp32", [rule], within_composites=True)
 
 
 PASS = PassInfo(
     "accumulate-matmul-fp32",
-    AccumulateMatmulInFloat32,
+    AccumulateMatmulFP32,
     "lower",
     # Against TVM's own float16 sums, which are the ones that are wrong; hence the wide bound.
     lowers_precision(5e-2),

@@ -31,7 +31,7 @@ from .canonicalize_rotary import rotary_rules
 def CanonicalizeTransformer() -> tvm.transform.Pass:
     """Return the pass; see the module's docstring."""
     rules = [*norm_rules(), *rotary_rules(), *attention_rules(), *mlp_rules(), *linear_rules(), *activation_rules()]
-    return rewrite_pass("CanonicalizeTransformer", rules)
+    return rewrite_pass("canonicalize-transformer", rules)
 
 
 PASS = PassInfo(

@@ -41,7 +41,7 @@ def ScheduleCPU(target: tvm.target.Target | None = None) -> tvm.transform.Pass:
         None takes the current target, else each function's attribute ``target``.
     """
 
-    @tvm.transform.module_pass(opt_level=0, name="ScheduleCPU")
+    @tvm.transform.module_pass(opt_level=0, name="schedule-cpu")
     def schedule_cpu(mod: tvm.ir.IRModule, _: tvm.transform.PassContext) -> tvm.ir.IRModule:
         out = mod.clone()
         done: dict[int, list[tuple[tirx.PrimFunc, tirx.PrimFunc]]] = {}

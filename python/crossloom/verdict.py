@@ -29,8 +29,9 @@ class Verdict:
     bytes_saved, macs : int
         Memory traffic saved (bytes) and multiply-accumulates at stake; estimates from static shapes, 0 where a
         dimension is symbolic.
-    rewrite, function, site : str
-        Filled in by the driver: rewrite's name, function, and the variable at the root (for display).
+    rewrite, function, site, pass_name : str
+        Filled in by the driver: rewrite's name, function, the variable at the root (for display), and the registry
+        name of the pass that the rewrite belongs to.
     """
 
     fired: bool
@@ -42,10 +43,11 @@ class Verdict:
     rewrite: str = ""
     function: str = ""
     site: str = ""
+    pass_name: str = ""
 
-    def at(self, rewrite: str, function: str, site: str) -> Verdict:
-        """Return the verdict with its place filled in."""
-        return replace(self, rewrite=rewrite, function=function, site=site)
+    def at(self, rewrite: str, function: str, site: str, pass_name: str = "") -> Verdict:
+        """Return the verdict with its place filled in; a pass of one rewrite has its name."""
+        return replace(self, rewrite=rewrite, function=function, site=site, pass_name=pass_name or rewrite)
 
 
 def accept(*, detail: str = "", bytes_saved: int = 0, macs: int = 0) -> Verdict:

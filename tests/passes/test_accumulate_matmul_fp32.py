@@ -10,7 +10,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from crossloom.flow import steps
-from crossloom.passes.accumulate_matmul_fp32 import AccumulateMatmulInFloat32
+from crossloom.passes.accumulate_matmul_fp32 import AccumulateMatmulFP32
 from crossloom.passes.inline_composites import InlineComposites
 
 TARGET = tvm.target.Target({"kind": "llvm"})
@@ -67,12 +67,12 @@ def test_integers_and_wider_results_stay():
                 y = bb.emit_output(relax.op.matmul(x, x, out_dtype=out))
             bb.emit_func_output(y)
         mod = bb.get()
-        tvm.ir.assert_structural_equal(AccumulateMatmulInFloat32()(mod), mod)
+        tvm.ir.assert_structural_equal(AccumulateMatmulFP32()(mod), mod)
 
 
 def test_twice_is_once():
-    once = AccumulateMatmulInFloat32()(one(relax.op.matmul, (2, 8), (8, 2)))
-    tvm.ir.assert_structural_equal(AccumulateMatmulInFloat32()(once), once)
+    once = AccumulateMatmulFP32()(one(relax.op.matmul, (2, 8), (8, 2)))
+    tvm.ir.assert_structural_equal(AccumulateMatmulFP32()(once), once)
 
 
 @I.ir_module

@@ -20,7 +20,7 @@ def command(
     path: Annotated[Path, typer.Argument(help="A bundle, or a model with --target.", metavar="BUNDLE|MODEL")],
     target: Annotated[str | None, typer.Option("--target", help="Compile the model for it first.")] = None,
     pass_name: Annotated[
-        str | None, typer.Option("--pass", help="Only what this pass did or refused.", metavar="NAME")
+        str | None, typer.Option("--pass", help="Only what this pass (or rewrite) did or refused.", metavar="NAME")
     ] = None,
     code: Annotated[bool, typer.Option("--code", help="Print the kernels after the passes, as TVMScript.")] = False,
     input_shapes: args.InputShapes = None,
@@ -89,7 +89,7 @@ def _of_pass(ledger: Ledger, name: str, text: str) -> list[Verdict]:
     """Return the verdicts of one pass; a name neither in the ledger nor in the pipeline is an error."""
     from crossloom.options import parse_pipeline
 
-    found = [v for v in ledger if v.rewrite == name]
+    found = [v for v in ledger if name in (v.pass_name, v.rewrite)]
     ran = [step.name for step in parse_pipeline(text)]
     if not found and name not in ran:
         raise UsageError(f"pass {name!r} did not run", f"these did: {', '.join(ran) or 'none'}")

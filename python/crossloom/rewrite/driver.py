@@ -219,14 +219,20 @@ def _left_unused(graph: Graph, todo: dict[relax.Var, tuple[Rule, Match]]) -> set
     return dead
 
 
-def apply_rules(mod: ir.IRModule, rules: Sequence[Rule]) -> ir.IRModule:
-    """Apply rules, in order of priority, to every Relax function; functions that are composites are left alone.
+def apply_rules(
+    mod: ir.IRModule, rules: Sequence[Rule], pass_name: str = "", within_composites: bool = False
+) -> ir.IRModule:
+    """Apply rules, in order of priority, to every Relax function but those a code generator has claimed.
 
     Parameters
     ----------
     mod : tvm.ir.IRModule
     rules : sequence of Rule
         An earlier rule's replacement claims its bindings; later rules cannot match them.
+    pass_name : str
+        Registry name of the pass, for verdicts.
+    within_composites : bool
+        Whether composite functions are rewritten inside too.
 
     Returns
     -------
@@ -237,7 +243,10 @@ def apply_rules(mod: ir.IRModule, rules: Sequence[Rule]) -> ir.IRModule:
     seen: dict[str, int] = {}
     work: list[tuple[ir.GlobalVar, Graph, dict[relax.Var, tuple[Rule, Match]]]] = []
     for gvar, func in mod.functions_items():
-        if not isinstance(func, relax.Function) or (func.attrs is not None and "Composite" in func.attrs):
+        attrs = func.attrs or {}
+        if not isinstance(func, relax.Function) or "Codegen" in attrs:
+            continue
+        if "Composite" in attrs and not within_composites:
             continue
         graph = Graph(gvar.name_hint, func, mod)
         by_root: dict[str, list[relax.Var]] = {}
@@ -250,6 +259,9 @@ def apply_rules(mod: ir.IRModule, rules: Sequence[Rule]) -> ir.IRModule:
         for rule in rules:
             roots = sorted((v for r in rule.roots for v in by_root.get(r, ())), key=graph.position.__getitem__)
             for var in roots:
+                if var in claimed:
+                    # It lies inside what an earlier rule has replaced: not a candidate any more.
+                    continue
                 found = rule.match(graph, var)
                 if found is None:
                     continue
@@ -258,7 +270,7 @@ def apply_rules(mod: ir.IRModule, rules: Sequence[Rule]) -> ir.IRModule:
                     if seen.get(rule.name, 0) >= limits[rule.name]:
                         verdict = refuse("held-back", detail="held back while bisecting")
                     seen[rule.name] = seen.get(rule.name, 0) + 1
-                record(verdict.at(rule.name, graph.name, var.name))
+                record(verdict.at(rule.name, graph.name, var.name, pass_name))
                 if verdict.fired and isinstance(found, Match):
                     claimed |= found.interior
                     todo[var] = (rule, found)
@@ -274,12 +286,20 @@ def apply_rules(mod: ir.IRModule, rules: Sequence[Rule]) -> ir.IRModule:
     return out.with_attrs(mod.attrs) if mod.attrs else out
 
 
-def rewrite_pass(name: str, rules: Sequence[Rule]) -> tvm.transform.Pass:
-    """Return a TVM module pass that applies rules and checks that what comes out is well-formed."""
+def rewrite_pass(name: str, rules: Sequence[Rule], within_composites: bool = False) -> tvm.transform.Pass:
+    """Return a TVM module pass that applies rules and checks that what comes out is well-formed.
+
+    Parameters
+    ----------
+    name : str
+        The pass's registry name; TVM's instruments and the ledger show it.
+    rules, within_composites
+        As for :func:`apply_rules`.
+    """
 
     @tvm.transform.module_pass(opt_level=0, name=name)
     def transform(mod: ir.IRModule, ctx: tvm.transform.PassContext) -> ir.IRModule:
-        out = apply_rules(mod, rules)
+        out = apply_rules(mod, rules, name, within_composites)
         if out is not mod:
             relax.analysis.well_formed(out)
         return out
