@@ -1,310 +1,32 @@
-"""What is known of a target: processors, banks, precision schemes, capability rows; all with sources."""
+"""A target: everything the quantizer, the partitioner, the planner and the linter ask about it."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import tvm
 
 from ..errors import UnsupportedTarget, UsageError
+from .capability import CONFIDENCES, EFFECTS, Answer, Capability, Precision, Support, When, decide
+from .hardware import Bank, Cluster, Cpu, Npu
 
-Answer = Literal["yes", "no", "unknown"]
-
-#: What happens to an operator whose row says "no" (or "yes", for ``slow``).
-EFFECTS = ("", "fallback", "build-fails", "wrong-values", "device-fails", "slow")
-CONFIDENCES = ("high", "medium", "low", "conflict")
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Cores of one kind.
-
-    Attributes
-    ----------
-    name, core : str
-        E.g. ``"big"``, ``"cortex-a76"``.
-    count, clock_mhz : int
-    speed : float
-        Weight relative to the fastest cluster's core (1.0), for dividing work; an estimate.
-    l1d_bytes, l2_bytes : int
-        Per core, or shared by the cluster where ``l2_shared``; 0 when absent or not known.
-    source : str
-    """
-
-    name: str
-    core: str
-    count: int
-    clock_mhz: int
-    speed: float
-    source: str
-    l1d_bytes: int = 0
-    l2_bytes: int = 0
-    l2_shared: bool = False
-
-
-@dataclass(frozen=True)
-class Cpu:
-    """The processor and its TVM target attributes.
-
-    Attributes
-    ----------
-    kind : str
-        TVM target kind, ``"llvm"`` or ``"c"``.
-    triple : str
-        Of the system the code runs on; not every kind takes it as an attribute.
-    mcpu : str
-    mattr : tuple of str
-        E.g. ``("+neon", "+dotprod")``.
-    num_cores : int
-        Cores that one kernel is divided over: those of the fast cluster.
-    vector_bytes : int
-        Width of a vector register (bytes); 0 when there is none or it is not known.
-    l3_bytes : int
-    extra : tuple of (str, value)
-        Further TVM target attributes, from a raw target.
-    """
-
-    kind: str
-    source: str
-    triple: str = ""
-    mcpu: str = ""
-    mattr: tuple[str, ...] = ()
-    num_cores: int = 0
-    vector_bytes: int = 0
-    l3_bytes: int = 0
-    clusters: tuple[Cluster, ...] = ()
-    extra: tuple[tuple[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
-class Npu:
-    """The neural processor.
-
-    Attributes
-    ----------
-    codegen : str
-        Which code generator serves it: ``"rknn"``, ``"ane"``; empty when none does.
-    platform : str
-        Its name to that tool chain.
-    tops : float
-        Vendor's figure, 8-bit operations (10^12 per second).
-    cores : int
-    converts : mapping of str to str
-        Types the tool chain takes and the type it computes in, e.g. float32 -> float16.
-    options : mapping of str to str
-        From a composite target string, e.g. ``chip``, ``os``.
-    """
-
-    codegen: str
-    platform: str
-    tops: float
-    cores: int
-    source: str
-    converts: Mapping[str, str] = field(default_factory=dict, hash=False)
-    options: Mapping[str, str] = field(default_factory=dict, hash=False)
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Bank:
-    """One memory.
-
-    Attributes
-    ----------
-    kind : str
-        ``"ram"`` (read and written), ``"flash"`` (read only) or ``"sram"`` (an accelerator's own).
-    unit : str
-        ``"cpu"`` or ``"npu"``.
-    bytes, align_bytes : int
-    verified : bool
-        False for a figure without a public source: a parameter of the cost model, the user's to set.
-    """
-
-    name: str
-    unit: str
-    kind: str
-    bytes: int
-    align_bytes: int
-    source: str
-    verified: bool = True
-
-
-@dataclass(frozen=True)
-class Precision:
-    """One precision scheme, e.g. w4a16.
-
-    Attributes
-    ----------
-    name, weight, activation : str
-        ``"w4a16"``, ``"int4"``, ``"float16"``.
-    granularity : tuple of str
-        ``"tensor"``, ``"channel"``, ``"group32"`` (elements along K), ``"grouped-channel"`` (one table for
-        several output channels).
-    algorithms : tuple of str
-        The tool chain's names for its calibration methods; the first is the default.
-    min_os : int
-        Smallest OS version that takes it; 0 for any.
-    """
-
-    name: str
-    weight: str
-    activation: str
-    unit: str
-    supported: Answer
-    source: str
-    confidence: str
-    granularity: tuple[str, ...] = ()
-    algorithms: tuple[str, ...] = ()
-    min_os: int = 0
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class When:
-    """Conditions of a row; it applies where all that are set hold.
-
-    Attributes
-    ----------
-    arg : int
-        Tensor whose shape counts: an argument's position, ``-1`` for any argument or the result.
-    axes : tuple of int
-        Axes the extents look at; empty for all.
-    min_rank, max_rank, min_extent, max_extent : int or None
-        Inclusive.  ``min_extent``: some axis has at least so many elements; ``max_extent``: all at most.
-    features : tuple of str
-        Facts about a call, see :data:`crossloom.lint.FEATURES`: ``"dynamic"``, ``"stepped"``, ...
-    attrs : mapping of str to tuple of str
-        Attribute name -> values (as text).
-    precision : tuple of str
-        Names of precision schemes.
-    """
-
-    arg: int = -1
-    axes: tuple[int, ...] = ()
-    min_rank: int | None = None
-    max_rank: int | None = None
-    min_extent: int | None = None
-    max_extent: int | None = None
-    features: tuple[str, ...] = ()
-    attrs: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    precision: tuple[str, ...] = ()
-
-    def _shape_holds(self, shape: Sequence[int | str]) -> bool:
-        rank = len(shape)
-        if self.min_rank is not None and rank < self.min_rank:
-            return False
-        if self.max_rank is not None and rank > self.max_rank:
-            return False
-        axes = self.axes or tuple(range(rank))
-        known = [d for a in axes if -rank <= a < rank and isinstance(d := shape[a], int)]
-        if self.min_extent is not None and not any(d >= self.min_extent for d in known):
-            return False
-        return self.max_extent is None or all(d <= self.max_extent for d in known)
-
-    @property
-    def about_shape(self) -> bool:
-        """Whether a shape is needed to decide."""
-        return any(v is not None for v in (self.min_rank, self.max_rank, self.min_extent, self.max_extent))
-
-    def holds(
-        self,
-        shapes: Sequence[Sequence[int | str]],
-        features: Sequence[str],
-        attrs: Mapping[str, str],
-        precision: str | None,
-    ) -> bool:
-        """Return whether all the conditions hold for one call."""
-        if not set(self.features) <= set(features):
-            return False
-        if self.precision and precision not in self.precision:
-            return False
-        if any(attrs.get(key) not in values for key, values in self.attrs.items()):
-            return False
-        if not self.about_shape:
-            return True
-        chosen = shapes if self.arg < 0 else shapes[self.arg : self.arg + 1]
-        return any(self._shape_holds(shape) for shape in chosen)
-
-    def __str__(self) -> str:
-        where = "" if self.arg < 0 else f" of argument {self.arg}"
-        axes = "" if not self.axes else f" on axes {','.join(map(str, self.axes))}"
-        parts = [
-            f"{name.replace('_', ' ')} {value}{axes if 'extent' in name else ''}{where}"
-            for name in ("min_rank", "max_rank", "min_extent", "max_extent")
-            if (value := getattr(self, name)) is not None
-        ]
-        parts += list(self.features)
-        parts += [f"{key}={'|'.join(values)}" for key, values in sorted(self.attrs.items())]
-        parts += [f"precision {'|'.join(self.precision)}"] if self.precision else []
-        return "; ".join(parts)
-
-
-@dataclass(frozen=True)
-class Capability:
-    """One row of the operator table.
-
-    Attributes
-    ----------
-    op : tuple of str
-        Relax operator names; ``"*"`` is any.
-    unit : str
-        ``"npu"`` or ``"cpu"``.
-    supported : {"yes", "no", "unknown"}
-    source, confidence : str
-        Where the statement is from, and one of ``CONFIDENCES``; ``conflict`` rows contradict each other.
-    dtypes : tuple of str
-        Types of an argument it is about; empty for any.
-    effect : str
-        One of ``EFFECTS``: what happens, where the answer is not a plain yes.
-    note, remedy : str
-    """
-
-    op: tuple[str, ...]
-    unit: str
-    supported: Answer
-    source: str
-    confidence: str
-    dtypes: tuple[str, ...] = ()
-    when: When = field(default_factory=When)
-    effect: str = ""
-    note: str = ""
-    remedy: str = ""
-
-
-@dataclass(frozen=True)
-class Support:
-    """Answer to "can this target run it", with the row that decided.
-
-    Attributes
-    ----------
-    answer : {"yes", "no", "unknown"}
-    row : Capability or Precision or None
-        None when no row says anything (the answer is then ``"unknown"``).
-    unit : str
-    computed_in : str
-        The type the unit computes in, where that is not the type asked for.
-    disputed : tuple of Capability
-        The rows that contradict each other, where that is why the answer is unknown.
-    """
-
-    answer: Answer
-    row: Capability | Precision | None
-    unit: str
-    computed_in: str = ""
-    disputed: tuple[Capability, ...] = ()
-
-    @property
-    def source(self) -> str:
-        """Where the answer is from: each side's source in a dispute, empty when no row says anything."""
-        if self.disputed:
-            return " / ".join(f"{row.supported}: {row.source}" for row in self.disputed)
-        return self.row.source if self.row is not None else ""
-
-    def __bool__(self) -> bool:
-        return self.answer == "yes"
+__all__ = [
+    "CONFIDENCES",
+    "EFFECTS",
+    "Answer",
+    "Bank",
+    "Capability",
+    "Cluster",
+    "Cpu",
+    "Npu",
+    "Precision",
+    "Support",
+    "Target",
+    "When",
+]
 
 
 @dataclass(frozen=True)
@@ -489,26 +211,6 @@ class Target:
                 return scheme
         computed = self.npu.converts.get(dtype, "") if unit == "npu" and self.npu is not None else ""
         rows = self.rows(op, computed or dtype, shapes, unit=unit, features=features, attrs=attrs, precision=precision)
-        answer, row = _decide(op, unit, rows)
+        answer, row = decide(op, unit, rows)
         disputed = tuple(r for r in rows if r.confidence == "conflict")
         return Support(answer, row, unit, computed, disputed if row in disputed and answer == "unknown" else ())
-
-
-def _decide(op: str, unit: str, rows: Sequence[Capability]) -> tuple[Answer, Capability | None]:
-    firm = [r for r in rows if r.confidence != "conflict"]
-    for row in firm:
-        if row.supported == "no":
-            return "no", row
-    disputed = [r for r in rows if r.confidence == "conflict"]
-    if len({r.supported for r in disputed}) > 1:
-        return "unknown", disputed[0]
-    for row in (*disputed, *firm):
-        if row.supported == "no":
-            return "no", row
-    named = [r for r in rows if op in r.op or unit == "cpu"]
-    for wanted in ("unknown", "yes"):
-        # The last row is the most particular one: the files go from the general to the particular.
-        for row in reversed(named):
-            if row.supported == wanted:
-                return row.supported, row
-    return "unknown", None
