@@ -12,6 +12,8 @@ from tvm.script import relax as R
 from crossloom.flow import steps
 from crossloom.passes.accumulate_matmul_fp32 import AccumulateMatmulFP32
 from crossloom.passes.inline_composites import InlineComposites
+from crossloom.testing import assert_pass_preserves
+from crossloom.verdict import Ledger
 
 TARGET = tvm.target.Target({"kind": "llvm"})
 
@@ -68,6 +70,66 @@ def test_integers_and_wider_results_stay():
             bb.emit_func_output(y)
         mod = bb.get()
         tvm.ir.assert_structural_equal(AccumulateMatmulFP32()(mod), mod)
+
+
+@I.ir_module
+class Before:
+    @R.function
+    def prefill(x: R.Tensor(("n", 4), "float16"), w: R.Tensor((4, 2), "float16")) -> R.Tensor(("n", 2), "float16"):
+        with R.dataflow():
+            y = R.matmul(x, w)
+            R.output(y)
+        return y
+
+    @R.function(private=True)
+    def softmax(x: R.Tensor(("n", 4), "float16")) -> R.Tensor(("n", 4), "float16"):
+        R.func_attr({"Composite": "crossloom.softmax"})
+        with R.dataflow():
+            y = R.nn.softmax(x, axis=-1)
+            R.output(y)
+        return y
+
+
+@I.ir_module
+class Expected:
+    @R.function
+    def prefill(x: R.Tensor(("n", 4), "float16"), w: R.Tensor((4, 2), "float16")) -> R.Tensor(("n", 2), "float16"):
+        with R.dataflow():
+            t = R.matmul(x, w, out_dtype="float32")
+            y = R.astype(t, "float16")
+            R.output(y)
+        return y
+
+    @R.function(private=True)
+    def softmax(x: R.Tensor(("n", 4), "float16")) -> R.Tensor(("n", 4), "float16"):
+        R.func_attr({"Composite": "crossloom.softmax"})
+        with R.dataflow():
+            wide = R.astype(x, "float32")
+            t = R.nn.softmax(wide, axis=-1)
+            y = R.astype(t, "float16")
+            R.output(y)
+        return y
+
+
+def test_golden_entries_and_composites():
+    with Ledger() as ledger:
+        tvm.ir.assert_structural_equal(AccumulateMatmulFP32()(Before), Expected)
+    assert {(v.function, v.code, v.pass_name) for v in ledger} == {
+        ("prefill", "fired", "accumulate-matmul-fp32"),
+        ("softmax", "fired", "accumulate-matmul-fp32"),
+    }
+
+
+def test_what_a_code_generator_claimed_stays():
+    claimed = Before.clone()
+    gvar = claimed.get_global_var("softmax")
+    claimed.update_func(gvar, claimed[gvar].with_attr("Codegen", "npu"))
+    after = AccumulateMatmulFP32()(claimed)
+    tvm.ir.assert_structural_equal(after["softmax"], claimed["softmax"])
+
+
+def test_it_preserves_transformer_modules():
+    assert_pass_preserves(AccumulateMatmulFP32(), max_examples=15)
 
 
 def test_twice_is_once():
