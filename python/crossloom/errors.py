@@ -34,6 +34,10 @@ class UsageError(CrossloomError):
     exit_code = 2
 
 
+class CrossloomWarning(UserWarning):
+    """Something was left out, and the rest goes on."""
+
+
 class UnsupportedModel(CrossloomError):
     """The model cannot be imported or compiled; the message names the tensor or operator."""
 

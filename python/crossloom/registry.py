@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -16,10 +15,13 @@ from typing import Any
 
 import tvm
 
-from .errors import UsageError
+from .entry_points import broken_plugins, load_entry_points
+from .errors import CrossloomError, UsageError
 from .numerics import REASSOCIATES, Numerics
 from .options import PassText, build_options
 
+#: Entry points of third parties' passes.
+GROUP = "crossloom.passes"
 #: Order in which data flows; a pipeline's passes are in this order.
 STAGES = ("canonicalize", "fuse", "quantize", "partition", "lower", "plan", "build")
 
@@ -76,12 +78,20 @@ class PassInfo:
         Raises
         ------
         UsageError
-            For an unknown option or a value of the wrong type.
+            For an unknown option or a value of the wrong type, or a pass that cannot be made from text.
         """
         kwargs = build_options(self.name, self.options, options or {})
         if "target" in inspect.signature(self.factory).parameters:
             kwargs["target"] = target
-        return self.factory(**kwargs)
+        try:
+            return self.factory(**kwargs)
+        except CrossloomError:
+            raise
+        except TypeError as error:
+            # TVM's own passes that want arguments have no text form.
+            raise UsageError(
+                f"pass {self.name} cannot be made from text: {error}", "put it into a Sequential of your own"
+            ) from error
 
 
 _passes: dict[str, PassInfo] = {}
@@ -116,15 +126,7 @@ def _load() -> None:
     for name in BUILTINS:
         _register_module(importlib.import_module(name))
     _loaded = True
-    for entry in importlib.metadata.entry_points(group="crossloom.passes"):
-        try:
-            _register_module(entry.load())
-        except Exception as error:
-            _loaded = False
-            raise UsageError(
-                f"plugin {entry.name!r} ({entry.value}) of group crossloom.passes does not load: {error}",
-                "mend or uninstall the package that provides it",
-            ) from error
+    load_entry_points(GROUP, lambda name, owner: _register_module(owner))
 
 
 def _tvm_pass(name: str) -> PassInfo | None:
@@ -154,10 +156,8 @@ def get_pass(name: str) -> PassInfo:
     info = _passes.get(name) or _tvm_pass(name)
     if info is None:
         close = difflib.get_close_matches(name, _passes, n=3, cutoff=0.4)
-        raise UsageError(
-            f"unknown pass {name!r}",
-            f"did you mean {', '.join(close)}?" if close else "`tvmc passes` lists them",
-        )
+        remedy = f"did you mean {', '.join(close)}?" if close else "`tvmc passes` lists them"
+        raise UsageError(f"unknown pass {name!r}", "; ".join(filter(None, (remedy, broken_plugins(GROUP)))))
     return info
 
 

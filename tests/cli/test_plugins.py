@@ -55,6 +55,17 @@ def test_target_and_pass_are_known(run):
     assert json.loads(done.stdout)[0]["numerics"]["kind"] == "exact"
 
 
+def test_a_broken_pass_or_target_plugin_is_left_out_with_a_warning(run):
+    done = run("targets", "toaster")
+    assert done.returncode == 0 and "warning: plugin 'absent'" in done.stderr and "no_such_target" in done.stderr
+    done = run("targets", "no-such-toaster")
+    assert done.returncode == 3 and "plugins left out: absent" in done.stderr.splitlines()[-1]
+    done = run("passes", "swap-add")
+    assert done.returncode == 0 and "no_such_module" in done.stderr and "Traceback" not in done.stderr
+    done = run("passes", "no-such-pass")
+    assert done.returncode == 2 and "plugins left out: absent" in done.stderr.splitlines()[-1]
+
+
 def test_verify_names_the_pass_and_the_rewrite_that_break(run, model, tmp_path):
     done = run(
         "verify", model, "--pipeline", "swap-add,break-add,legalize-ops", "--size", "n=2", "--bisect",

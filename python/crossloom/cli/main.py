@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from crossloom import __version__
-from crossloom.errors import CrossloomError, InternalError, ToolchainFailed
+from crossloom.errors import CrossloomError, CrossloomWarning, InternalError, ToolchainFailed
 
 from . import compile, doctor, explain, inspect, lint, passes, run, targets, verify
 from .plugins import load_plugins
@@ -78,6 +79,12 @@ def _complain(message: str, remedy: str = "") -> None:
     typer.echo(f"error: {' '.join(message.split())}", err=True)
     if remedy:
         typer.echo(f"  {' '.join(remedy.split())}", err=True)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """Show a warning of ours as one line; others are for developers."""
+    if issubclass(category, CrossloomWarning):
+        typer.echo(f"warning: {' '.join(str(message).split())}", err=True)
 
 
 def _report(error: CrossloomError, debug: bool) -> int:
@@ -150,6 +157,7 @@ def execute(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Run ``tvmc`` as a program."""
+    warnings.showwarning = _show_warning
     sys.exit(execute(sys.argv[1:]))
 
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import importlib.metadata
 import platform
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from tvm.target import codegen
 
+from ..entry_points import broken_plugins, load_entry_points
 from ..errors import UnsupportedTarget, UsageError
 from .host import with_host_cpu
 from .load import DATA, load_target_file
 from .model import Cpu, Target
 from .spec import override, raw_cpu, split_composite, split_options
 
+#: Entry points of third parties' targets.
+GROUP = "crossloom.targets"
 #: First word of a composite target -> its option that chooses the chip, and that option's default.
 _NPUS = {"ane": ("chip", "m4"), "rknn": ("platform", "rk3588")}
 
@@ -27,40 +28,28 @@ def _load(path: Path) -> Target:
     return load_target_file(path)
 
 
-def _plugin_files() -> Iterable[tuple[str, Path]]:
-    for entry in importlib.metadata.entry_points(group="crossloom.targets"):
-        try:
-            found = entry.load()
-            found = found() if callable(found) else found
-            paths = [found] if isinstance(found, (str, Path)) else list(found)
-            yield from ((entry.name, Path(path)) for path in paths)
-        except Exception as error:
-            raise UsageError(
-                f"plugin {entry.name!r} ({entry.value}) of group crossloom.targets does not load: {error}",
-                "mend or uninstall the package that provides it",
-            ) from error
-
-
 def list_targets() -> dict[str, Target]:
     """Return all known targets by name, sorted: ours and those of entry points ``crossloom.targets``.
 
     An entry point resolves to the path of a target file, or to a callable that returns one path or several.
 
-    Raises
-    ------
-    UsageError
-        When a plugin does not load, or defines a name that is taken.
+    A plugin that does not load, or defines a name that is taken, is left out with a ``CrossloomWarning``.
     """
     found: dict[str, Target] = {}
     for path in sorted(DATA.glob("*.toml")):
         if not path.name.startswith("table_"):
             target = _load(path)
             found[target.name] = with_host_cpu(target) if target.name == "host" else target
-    for plugin, path in _plugin_files():
-        target = load_target_file(path)
-        if target.name in found:
-            raise UsageError(f"plugin {plugin!r} defines target {target.name!r}, which exists already", "rename it")
-        found[target.name] = target
+
+    def add(plugin: str, given: object) -> None:
+        given = given() if callable(given) else given
+        for path in [given] if isinstance(given, (str, Path)) else list(given):  # type: ignore[call-overload]
+            target = load_target_file(Path(path))
+            if target.name in found:
+                raise UsageError(f"it defines target {target.name!r}, which exists already", "rename it")
+            found[target.name] = target
+
+    load_entry_points(GROUP, add)
     return dict(sorted(found.items()))
 
 
@@ -87,10 +76,8 @@ def _known(spec: str, name: str) -> Target:
     targets = list_targets()
     if name not in targets:
         close = difflib.get_close_matches(name, [*targets, *_NPUS, "llvm"], n=3, cutoff=0.4)
-        raise UnsupportedTarget(
-            f"unknown target {name!r}",
-            f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(targets)}",
-        )
+        remedy = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(targets)}"
+        raise UnsupportedTarget(f"unknown target {name!r}", "; ".join(filter(None, (remedy, broken_plugins(GROUP)))))
     return targets[name]
 
 
