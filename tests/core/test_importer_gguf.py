@@ -213,3 +213,12 @@ def test_damaged_files_are_refused(tmp_path):
         read_gguf(tmp_path / "none.gguf")
     with pytest.raises(UsageError, match="'vision'"):
         from_gguf(path, entries=("vision",))
+
+
+def test_ids_out_of_range_read_the_nearest_row(tmp_path, capfd):
+    weights = write(tmp_path / "m.gguf")
+    model = from_gguf(tmp_path / "m.gguf", entries=("embed",))
+    ids = np.array([[0, V - 1, V, -1, 2**31, -(2**31)]])
+    out = run_module(model.mod, "embed", [ids, *model.entry_params("embed")])[0]
+    np.testing.assert_array_equal(out[0], weights["token_embd.weight"][[0, V - 1, V - 1, 0, V - 1, 0]])
+    assert capfd.readouterr().err == ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import tvm
@@ -18,6 +18,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ..errors import UnsupportedModel, UsageError
 from ..model import Entry, Model, TensorSpec
+from .gather import bound_gathers
 from .signature import check_entry, entry_attributes, entry_of, output_types, symbolic_names
 from .unify import ShapeConflict, Substitution, resolve, unify
 
@@ -100,6 +101,7 @@ def compose(
         if not items:
             raise UsageError(f"entry {key!r} has no parts", f"name some of: {', '.join(sorted(parts))}")
     tags = _modalities(parts, modalities or {})
+    parts = {key: replace(part, mod=bound_gathers(part.mod, from_end=False)) for key, part in parts.items()}
     shared, params = _share_weights(parts, picked)
     functions, renamed = _private_functions(parts, set(chains))
 

@@ -3,7 +3,8 @@
 ``embed(input_ids (1, n)) -> (1, n, D)``; ``prefill(inputs_embeds (1, T, D), attention_mask (1, 1, T, T),
 position_ids (1, T)) -> logits (1, 1, V) of the last position, present_key and present_value (L, 1, Hkv, T,
 dh)``; ``decode(input_ids (1, 1), attention_mask (1, 1, 1, P + 1), position_ids (1, 1), past_key, past_value
-(L, 1, Hkv, P, dh))`` returns the same for one token more.  Masks are float32 and added to the scores.
+(L, 1, Hkv, P, dh))`` returns the same for one token more.  Masks are float32 and added to the scores.  Ids
+outside the vocabulary read its first or last row.
 """
 
 from __future__ import annotations

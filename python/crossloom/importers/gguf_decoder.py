@@ -116,7 +116,7 @@ class DecoderBuilder:
 
     def _lookup(self, ids: relax.Expr) -> relax.Expr:
         flat = self.bb.emit(op.reshape(ids, (ids.ty.shape[1],)))
-        rows = self.bb.emit(op.take(self.weights["token_embd.weight"], flat, axis=0))
+        rows = self.bb.emit(op.take(self.weights["token_embd.weight"], flat, axis=0, mode="clip"))
         return self.bb.emit(op.reshape(rows, (1, ids.ty.shape[1], self.config.dim)))
 
     def _prefill(self, x: relax.Var, mask: relax.Var, positions: relax.Var) -> list[relax.Expr]:

@@ -14,6 +14,7 @@ from tvm import relax
 
 from crossloom.errors import UnsupportedModel
 from crossloom.importers import onnx_check, onnx_convert
+from crossloom.importers.gather import bound_gathers
 from crossloom.importers.onnx_load import WEIGHT_TYPES, WIDENED, has_nan, load, read_tensor
 from crossloom.importers.onnx_quantized import fold_dequantize, fold_matmul_nbits
 from crossloom.importers.onnx_shapes import input_types
@@ -264,7 +265,8 @@ def _finish(
     params = list(fn.params[:count]) + [v for _, v in kept]
     fn = relax.Function(params, fn.body, fn.ret_ty, is_pure=bool(fn.is_pure))
     fn = fn.with_attrs({"num_input": count, "global_symbol": entry})
-    mod = relax.transform.DeadCodeElimination([entry])(_with_entry(mod, entry, fn))
+    mod = bound_gathers(_with_entry(mod, entry, fn), from_end=False)
+    mod = relax.transform.DeadCodeElimination([entry])(mod)
     ret = mod[entry].ret_ty
     fields = list(ret.fields) if isinstance(ret, relax.TupleType) else [ret]
     spec = lambda name, ty: TensorSpec(name, _dims(ty, name), str(ty.dtype))

@@ -19,9 +19,10 @@ from crossloom.importers.onnx_affine import AFFINE
 from crossloom.importers.onnx_attention import ATTENTION
 from crossloom.importers.onnx_check import describe, reads
 from crossloom.importers.onnx_contrib import NORMS, Call, Converter
+from crossloom.importers.onnx_gather import GATHERS
 from crossloom.importers.onnx_symbolic import ShapeMath, Value
 
-CONVERTERS: dict[tuple[str, str], Converter] = {**NORMS, **AFFINE, **ATTENTION}
+CONVERTERS: dict[tuple[str, str], Converter] = {**NORMS, **AFFINE, **ATTENTION, **GATHERS}
 _FROM_TVM_MICROSOFT = ("FastGelu", "BiasGelu", "Gelu", "Attention", "EmbedLayerNormalization")
 #: TVM's converter table holds com.microsoft names too; these are not the standard's operator of that name.
 _NOT_STANDARD = ("FastGelu", "BiasGelu", "Attention", "EmbedLayerNormalization", "SkipLayerNormalization")

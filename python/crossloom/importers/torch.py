@@ -16,6 +16,7 @@ from tvm import relax
 
 from ..errors import ToolchainMissing, UnsupportedModel, UsageError
 from ..model import Model
+from .gather import bound_gathers
 from .signature import entry_attributes, entry_of, output_types
 from .torch_attention import convert_attention
 
@@ -83,7 +84,10 @@ def from_torch(
             keep_params_as_input=True,
             unwrap_unit_return_tuple=True,
             run_ep_decomposition=False,
-            custom_convert_map={"scaled_dot_product_attention.default": convert_attention},
+            custom_convert_map={
+                "scaled_dot_product_attention.default": convert_attention,
+                "embedding.default": _convert_embedding,
+            },
         )
     except UnsupportedModel:
         raise
@@ -140,6 +144,12 @@ def _refuse_mutation(torch: Any, program: Any) -> None:
             )
 
 
+def _convert_embedding(node: Any, importer: Any) -> relax.Var:
+    """Look rows up; PyTorch refuses ids outside the table, here they read its first or last row."""
+    weight, ids = (importer.env[arg] for arg in node.args[:2])
+    return importer.block_builder.emit(relax.op.take(weight, ids, 0, mode="clip"))
+
+
 def _as_model(
     torch: Any, program: Any, mod: tvm.IRModule, entry: str, modality: str, upper_bounds: Mapping[str, int]
 ) -> Model:
@@ -188,7 +198,8 @@ def _as_model(
         function = function.with_attr(attribute, value)
     functions = {gv: other for gv, other in mod.functions_items() if gv.name_hint != "main"}
     result = tvm.IRModule({**functions, tvm.ir.GlobalVar(entry): function})
-    result = relax.transform.CanonicalizeBindings()(relax.transform.Normalize()(result))
+    result = bound_gathers(relax.transform.Normalize()(result), from_end=True)
+    result = relax.transform.CanonicalizeBindings()(result)
     relax.analysis.well_formed(result)
     return Model(result, params, {entry: described}, {entry: modality}, entry)
 

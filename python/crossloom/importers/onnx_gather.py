@@ -1,0 +1,89 @@
+"""Gather, GatherElements and GatherND: negative indices count from the end, no index leaves the tensor.
+
+The standard leaves an index outside ``-size .. size - 1`` undefined; here it reads the nearest element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from crossloom.errors import UnsupportedModel
+from crossloom.importers.gather import bounded, known_sizes, safe_take
+from crossloom.importers.onnx_contrib import Call, Converter, dtype_of
+
+op = relax.op
+
+
+def _data(c: Call) -> tuple[Any, list[Any]]:
+    """Return the first operand as a tensor, and its sizes."""
+    x = c.need(0)
+    if isinstance(x.ty, relax.ShapeType):
+        x = c.emit(op.shape_to_tensor(x))
+    sizes = known_sizes(x)
+    if sizes is None:
+        raise UnsupportedModel(f"{c.where}: the shape of its input is unknown", "export with shape inference")
+    return x, sizes
+
+
+def _indices(c: Call) -> Any:
+    indices = c.need(1)
+    return c.emit(op.shape_to_tensor(indices)) if isinstance(indices.ty, relax.ShapeType) else indices
+
+
+def _axis(c: Call, rank: int) -> int:
+    axis = int(c.attrs.get("axis", 0))
+    if not -rank <= axis < rank:
+        raise UnsupportedModel(f"{c.where}: axis {axis} does not fit rank {rank}", "correct the axis")
+    return axis % rank
+
+
+def _refuse_empty(c: Call, size: Any, indices: Any) -> None:
+    """An axis without elements has nothing to read, unless nothing is asked of it."""
+    wanted = known_sizes(indices)
+    if isinstance(size, int) and size == 0 and (wanted is None or 0 not in wanted):
+        raise UnsupportedModel(f"{c.where}: gathers from an axis of size 0", "correct the shapes")
+
+
+def gather(c: Call) -> list[Any]:
+    (x, sizes), indices = _data(c), _indices(c)
+    axis = _axis(c, len(sizes))
+    _refuse_empty(c, sizes[axis], indices)
+    if isinstance(x, tvm.ir.GenericConst) and isinstance(indices, tvm.ir.GenericConst):
+        at = bounded(c.emit, indices, [sizes[axis]], from_end=True).value.numpy().astype("int64")
+        value = np.take(x.value.numpy(), at, axis=axis)
+        return [relax.const(value, dtype_of(x))]
+    return [c.emit(safe_take(c.emit, x, indices, axis, from_end=True))]
+
+
+def gather_elements(c: Call) -> list[Any]:
+    (x, sizes), indices = _data(c), _indices(c)
+    axis = _axis(c, len(sizes))
+    _refuse_empty(c, sizes[axis], indices)
+    return [c.emit(op.gather_elements(x, bounded(c.emit, indices, [sizes[axis]], from_end=True), axis))]
+
+
+def gather_nd(c: Call) -> list[Any]:
+    (x, sizes), indices = _data(c), _indices(c)
+    first, columns = int(c.attrs.get("batch_dims", 0)), known_sizes(indices)
+    if not columns or not isinstance(columns[-1], int) or not 0 <= first <= len(sizes) - columns[-1]:
+        raise UnsupportedModel(
+            f"{c.where}: indices of shape {columns} with batch_dims={first} do not fit rank {len(sizes)}",
+            "correct the indices; their last axis must be fixed",
+        )
+    limits = sizes[first : first + columns[-1]]
+    for limit in limits:
+        _refuse_empty(c, limit, indices)
+    at = bounded(c.emit, indices, limits, from_end=True) if limits else indices
+    at = at if dtype_of(at) == "int64" else c.emit(op.astype(at, "int64"))
+    return [c.emit(op.gather_nd(x, at, first))]
+
+
+GATHERS: dict[tuple[str, str], Converter] = {
+    ("", "Gather"): gather,
+    ("", "GatherElements"): gather_elements,
+    ("", "GatherND"): gather_nd,
+}
