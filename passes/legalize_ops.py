@@ -23,7 +23,7 @@ def _culprit(mod: ir.IRModule) -> tuple[str, str, str]:
         for var in graph.order:
             op = graph.op(var)
             call = graph.value[var]
-            if not op or any(not isinstance(a, relax.Expr) for a in call.args):
+            if not op or not isinstance(call, relax.Call) or any(not isinstance(a, relax.Expr) for a in call.args):
                 continue
             params = {leaf: leaf for leaf in call.args if isinstance(leaf, relax.Var)}
             builder = relax.BlockBuilder()
@@ -33,6 +33,23 @@ def _culprit(mod: ir.IRModule) -> tuple[str, str, str]:
                 relax.transform.LegalizeOps()(builder.get())
             except Exception:
                 return gvar.name_hint, var.name, op
+    return "", "", ""
+
+
+def _left_over(mod: ir.IRModule) -> tuple[str, str, str]:
+    """Return function, variable and operator of the first call that TVM passed over: a shape in it is unknown."""
+    for gvar, func in mod.functions_items():
+        if not isinstance(func, relax.Function) or "Codegen" in (func.attrs or {}):
+            continue
+        graph = Graph(gvar.name_hint, func, mod)
+        for var in graph.order:
+            op = graph.op(var)
+            call = graph.value[var]
+            if not op or not isinstance(call, relax.Call) or call.op.get_attr("FLegalize") is None:
+                continue
+            for expr in (var, *call.args):
+                if isinstance(expr.ty, relax.TensorType) and not isinstance(expr.ty.shape, relax.ShapeExpr):
+                    return gvar.name_hint, var.name, op
     return "", "", ""
 
 
@@ -49,7 +66,7 @@ def LegalizeOps() -> tvm.transform.Pass:
     @tvm.transform.module_pass(opt_level=0, name="legalize-ops")
     def run(mod: ir.IRModule, ctx: tvm.transform.PassContext) -> ir.IRModule:
         try:
-            return inner(mod)
+            out = inner(mod)
         except Exception as error:
             function, var, op = _culprit(mod)
             last = str(error).strip().splitlines()[-1]
@@ -57,6 +74,13 @@ def LegalizeOps() -> tvm.transform.Pass:
                 f"{op or 'an operator'} (binding {var!r} of function {function!r}) cannot be lowered to TIR: {last}",
                 "check its dtypes and shapes, or rewrite it in operators TVM can lower",
             ) from error
+        function, var, op = _left_over(out)
+        if op:
+            raise UnsupportedModel(
+                f"{op} (binding {var!r} of function {function!r}) cannot be lowered to TIR: a shape in it is unknown",
+                "run match-data-dependent-shapes before, or give the sizes with --input-shapes",
+            )
+        return out
 
     return run
 

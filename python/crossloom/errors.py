@@ -27,6 +27,14 @@ class CrossloomError(Exception):
         self.message = message
         self.remedy = remedy
 
+    @classmethod
+    def revive(cls, text: str) -> CrossloomError:
+        """Return an error of this class from what ``str`` gave of one; fields beyond message and remedy are lost."""
+        error = cls.__new__(cls)
+        message, _, remedy = text.partition("\n")
+        CrossloomError.__init__(error, message, remedy)
+        return error
+
 
 class UsageError(CrossloomError):
     """The call itself is wrong: an unknown pass, option, file or value."""
@@ -54,6 +62,8 @@ class BudgetExceeded(CrossloomError):
     """A memory or numerics budget was not met: says what was wanted, what was had, and the largest three."""
 
     exit_code = 4
+    wanted, had = float("nan"), float("nan")
+    largest: Sequence[tuple[str, float]] = ()
 
     def __init__(self, what: str, wanted: float, had: float, largest: Sequence[tuple[str, float]] = ()) -> None:
         top = ", ".join(f"{name} ({size:g})" for name, size in list(largest)[:3])
@@ -81,6 +91,9 @@ class ToolchainFailed(CrossloomError):
     """
 
     exit_code = 5
+    command: Sequence[str] = ()
+    returncode: int | None = None
+    log = ""
 
     def __init__(self, command: Sequence[str], returncode: int | None, log: str) -> None:
         how = "timed out" if returncode is None else f"ended with {returncode}"

@@ -19,6 +19,8 @@ from .registry import PassInfo, get_pass
 
 #: From a graph to scheduled TIR on any CPU.  Order matters where a comment says so.
 CPU: tuple[str, ...] = (
+    # Before all that reads shapes.
+    "match-data-dependent-shapes",
     # Recognise norms, rotary, attention, MLPs, linears and embeddings while the importer's spelling is intact.
     "canonicalize-transformer",
     # Composites nobody claimed become plain operators again: before anything that walks operators.

@@ -17,6 +17,7 @@ import tvm
 
 from .entry_points import broken_plugins, load_entry_points
 from .errors import CrossloomError, UsageError
+from .ffi_errors import register_errors as register_errors
 from .numerics import REASSOCIATES, Numerics
 from .options import PassText, build_options
 
@@ -26,6 +27,7 @@ GROUP = "crossloom.passes"
 STAGES = ("canonicalize", "fuse", "quantize", "partition", "lower", "plan", "build")
 
 BUILTINS = (
+    "crossloom.passes.match_data_dependent_shapes",
     "crossloom.passes.canonicalize_transformer",
     "crossloom.passes.inline_composites",
     "crossloom.passes.accumulate_matmul_fp32",
