@@ -123,6 +123,9 @@ def demo(output: Path, samples: int = 100, emulated: int = 3, device: str = "all
         result["answers"] = answers(sessions, written, spoken, emulated)
         result["errors"] = {name: entry_errors(s.run, shapes3.reference.run, calls) for name, s in sessions.items()}
         result["times_ms"] = times(sessions, dict(calls))
+        tables = measured_tables(result)
+        for table in tables.values():
+            show(table)
     finally:
         for session in sessions.values():
             session.close()
@@ -134,10 +137,10 @@ def demo(output: Path, samples: int = 100, emulated: int = 3, device: str = "all
     effects = pass_effects(model, get_target("host"), list(first.values()), lambda name: say(f"  {name}", began))
     result["passes"] = {name: vars(effect) for name, effect in effects.items()}
 
-    tables = make_tables(result, {name: Bundle.open(path) for name, path in bundles.items()})
-    for table in tables.values():
-        if not table.folded:
-            show(table)
+    for name, path in bundles.items():
+        with Bundle.open(path) as bundle:
+            tables |= pass_tables(result, name, Ledger.from_json(bundle.read("ledger.json").decode()))
+        show(tables[f"passes {name}"])
     page = make_report(result, tables, encode_png(written[0].image))
     console.print(f"\nreport: {write_report(page, output / 'report.html')}", markup=False)
     return result
@@ -214,11 +217,11 @@ def describe(path: Path) -> dict[str, Any]:
         }
 
 
-def make_tables(result: Mapping[str, Any], bundles: Mapping[str, Bundle]) -> dict[str, Table]:
-    """Return every table of the report, by name."""
+def measured_tables(result: Mapping[str, Any]) -> dict[str, Table]:
+    """Return the tables of answers, errors, times and sizes."""
     names = {"host": "this machine", "qemu": EMULATED}
-    used = [n for n in names if n in bundles]
-    tables = {
+    used = [n for n in names if n in result["bundles"]]
+    return {
         "answers": Table(
             "Answers, compiled against reference",
             ("device", "question", "asked", "right", "reference right", "accuracy", "tokens equal", "s per answer"),
@@ -252,35 +255,27 @@ def make_tables(result: Mapping[str, Any], bundles: Mapping[str, Bundle]) -> dic
             [(b["target"], f, n) for b in result["bundles"].values() for f, n in b["bytes"].items()],
         ),
     }
-    for name in used:
-        described = result["bundles"][name]
-        rows = []
-        for step_name, seconds in described["seconds"].items():
-            verdicts = described["verdicts"].get(step_name, {})
-            effect: Mapping[str, Any] = next(
-                (v for k, v in result["passes"].items() if k.partition("{")[0] == step_name), {}
-            )
-            rows.append(
-                (
-                    step_name,
-                    seconds,
-                    verdicts.get("fired"),
-                    verdicts.get("refused"),
-                    effect.get("changed"),
-                    effect.get("error"),
-                    effect.get("contract"),
-                    effect.get("within"),
-                )
-            )
-        tables[f"passes {name}"] = Table(
+
+
+def pass_tables(result: Mapping[str, Any], name: str, ledger: Ledger) -> dict[str, Table]:
+    """Return the tables of a build's passes and of its ledger."""
+    described = result["bundles"][name]
+    rows = []
+    for step_name, seconds in described["seconds"].items():
+        verdicts = described["verdicts"].get(step_name, {})
+        effect: Mapping[str, Any] = next(
+            (v for k, v in result["passes"].items() if k.partition("{")[0] == step_name), {}
+        )
+        counts = (verdicts.get("fired"), verdicts.get("refused"))
+        rows.append((step_name, seconds, *counts, *(effect.get(k) for k in ("changed", "error", "contract", "within"))))
+    return {
+        f"passes {name}": Table(
             f"Passes of the {described['target']} build (errors: measured on this machine, against the pass before)",
             ("pass", "seconds", "rewrites made", "refused", "changed", "worst error", "contract", "kept"),
             rows,
             bar="seconds",
-        )
-        with bundles[name] as bundle:
-            ledger = Ledger.from_json(bundle.read("ledger.json").decode())
-        tables[f"ledger {name}"] = Table(
+        ),
+        f"ledger {name}": Table(
             f"Ledger of the {described['target']} build",
             ("pass", "rewrite", "function", "site", "verdict", "culprit", "detail", "bytes saved", "MACs"),
             [
@@ -288,8 +283,8 @@ def make_tables(result: Mapping[str, Any], bundles: Mapping[str, Bundle]) -> dic
                 for v in ledger
             ],
             folded=True,
-        )
-    return tables
+        ),
+    }
 
 
 def make_report(result: Mapping[str, Any], tables: Mapping[str, Table], png: bytes) -> Report:

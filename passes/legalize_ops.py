@@ -1,5 +1,8 @@
 """Lower Relax operators to TIR, naming the operator and the binding when TVM cannot.
 
+Fires for every operator that TVM can lower.  Never inside what a code generator has claimed; an operator that cannot be
+lowered, or that TVM passes over because a shape is unknown, is an error that names it.
+
 Numerics: reassociates (TVM chooses the order of reductions).  Linear in the module's size.
 """
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import tvm
 from tvm import relax, tirx
 from tvm.relax.dpl import is_op, wildcard
 
+from crossloom.passes.canonicalize_transformer import CanonicalizeTransformer
 from crossloom.passes.inline_composites import InlineComposites
 from crossloom.rewrite import Rule, outline, pattern, rewrite_pass
+from crossloom.testing import assert_pass_preserves, strategies
 
 
 def flatten_rule() -> Rule:
@@ -49,6 +53,38 @@ def test_symbolic_shape_operands_take_the_callers_dimensions():
     want = np.concatenate([np.abs(x), np.full((1, 4), 2, "float32")])
     for entry in ("prefill", "decode"):
         np.testing.assert_array_equal(vm[entry](tvm.runtime.tensor(x)).numpy(), want)
+
+
+def test_golden_the_outlined_comes_back():
+    before = module()
+    composed = rewrite_pass("flat-abs", [flatten_rule()])(before)
+    again = rewrite_pass("flat-abs", [Rule("flat", frozenset({"relax.abs"}), pattern_of_abs(), reshaped)])(before)
+    plain = relax.transform.CanonicalizeBindings()  # drops `gv = lv`
+    tvm.ir.assert_structural_equal(plain(InlineComposites()(composed)), plain(again))
+
+
+def pattern_of_abs():
+    x = wildcard()
+    return pattern(is_op("relax.abs")(x), x=x)
+
+
+def reshaped(site):
+    """What the composite's body says, written into the caller by hand."""
+    rows, columns = site["x"].ty.shape
+    flat = site.builder.emit(relax.op.reshape(site["x"], [rows, columns, 1]))
+    return relax.op.reshape(site.builder.emit(relax.op.abs(flat)), [rows, columns])
+
+
+def test_twice_is_once():
+    once = InlineComposites()(rewrite_pass("flat-abs", [flatten_rule()])(module()))
+    assert InlineComposites()(once).same_as(once)
+
+
+def test_it_preserves_canonical_transformer_modules():
+    def canonical(case):
+        return replace(case, mod=CanonicalizeTransformer()(case.mod))
+
+    assert_pass_preserves(InlineComposites(), strategies.modules().map(canonical), max_examples=15)
 
 
 def test_a_module_without_composites_is_returned_as_it_is():
