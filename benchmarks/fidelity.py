@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import tvm
-import tvm_ffi
-from tvm import relax
 
-from crossloom.driver import FOLD_AFTER
-from crossloom.flow import steps, vm_lowering
-from crossloom.fold_weights import fold_weights
+from crossloom.flow import vm_lowering
 from crossloom.model import Model
 from crossloom.models import shapes3
 from crossloom.models.shapes3 import Run, Sample
 from crossloom.numerics import Numerics, worst_error
 from crossloom.targets import Target
+from crossloom.testing.execution import Call, HostExecutor
+from crossloom.testing.stages import compile_stages, walk
 
 #: Inputs by name.
 Inputs = Mapping[str, np.ndarray]
@@ -140,62 +137,16 @@ def pass_effects(
     dict of str to PassEffect
         By pass, in order.  A pass that left the module structurally equal is not run again: its error is 0.
     """
-    tvm_target = target.tvm_target()
+    asked = [Call(entry, tuple(inputs[spec.name] for spec in model.entries[entry].inputs)) for entry, inputs in calls]
+    execute = HostExecutor(target.tvm_target(), tvm.transform.Sequential(list(vm_lowering())))
     out: dict[str, PassEffect] = {}
-    last = _outputs(model, tvm_target, calls)
-    for step in steps(target):
-        on_pass(str(step.text))
-        with tvm_target:
-            after = replace(model, mod=step.run(model.mod))
-        numerics = step.info.numerics
-        model, last = _compare(out, str(step.text), model, after, numerics, last, tvm_target, calls)
-        if step.text.name == FOLD_AFTER:
-            on_pass("fold-weights")
-            # Values are computed by the same operators, once and before instead of on each call.
-            model, last = _compare(out, "fold-weights", model, fold_weights(model), None, last, tvm_target, calls)
+    for step in walk(model, compile_stages(target), execute, asked, strict=True, on_stage=on_pass):
+        r = step.record
+        out[r.name] = PassEffect(r.changed, r.worst_error, _contract(r.numerics), not r.problem)
     return out
 
 
-def _compare(
-    out: dict[str, PassEffect],
-    name: str,
-    before: Model,
-    after: Model,
-    numerics: Numerics | None,
-    last: list[np.ndarray],
-    target: tvm.target.Target,
-    calls: Sequence[tuple[str, Inputs]],
-) -> tuple[Model, list[np.ndarray]]:
-    contract = _contract(numerics)
-    if tvm_ffi.structural_equal(before.mod, after.mod):
-        out[name] = PassEffect(False, 0.0, contract, True)
-        return after, last
-    outputs = _outputs(after, target, calls)
-    errors = [worst_error(a, b) for a, b in zip(last, outputs, strict=True)]
-    bounds = [numerics.bound(str(a.dtype)) if numerics is not None else 0.0 for a in last]
-    within = all(error <= bound for error, bound in zip(errors, bounds))
-    out[name] = PassEffect(True, max(errors, default=0.0), contract, within)
-    return after, outputs
-
-
-def _contract(numerics: Numerics | None) -> str:
+def _contract(numerics: Numerics) -> str:
     """Return a class with its bound for float32, the dtype shapes3 computes in."""
-    if numerics is None:
-        return "exact"
     bound = numerics.bound("float32")
     return f"{numerics.kind} ({bound:g})" if bound else numerics.kind
-
-
-def _outputs(model: Model, target: tvm.target.Target, calls: Sequence[tuple[str, Inputs]]) -> list[np.ndarray]:
-    """Build a model as it is and return the outputs of all calls, one after the other."""
-    lowering = tvm.transform.Sequential(list(vm_lowering()))
-    machine = relax.VirtualMachine(relax.build(model.mod, target, relax_pipeline=lowering), tvm.cpu())
-    weights: dict[str, list[Any]] = {}
-    found: list[np.ndarray] = []
-    for entry, inputs in calls:
-        if entry not in weights:
-            weights[entry] = [tvm.runtime.tensor(np.ascontiguousarray(w)) for w in model.entry_params(entry)]
-        given = [tvm.runtime.tensor(np.ascontiguousarray(inputs[s.name])) for s in model.entries[entry].inputs]
-        result = machine[entry](*given, *weights[entry])
-        found += [result.numpy()] if isinstance(result, tvm.runtime.Tensor) else [r.numpy() for r in result]
-    return found

@@ -21,6 +21,13 @@ class Numerics:
     bounds : mapping of str to float
         Largest allowed normwise relative error by output dtype (see :func:`worst_error`).  Dtypes that are not
         listed (integers, booleans) must agree exactly.
+
+    Examples
+    --------
+    >>> EXACT.bound("float32"), REASSOCIATES.bound("float16"), lowers_precision(0.01).bound("bfloat16")
+    (0.0, 0.002, 0.01)
+    >>> print(Numerics("reassociates", {"float32": 1e-5}))
+    reassociates (float32 1e-05)
     """
 
     kind: str
@@ -57,6 +64,13 @@ def worst_error(before: np.ndarray, after: np.ndarray) -> float:
     float
         0 for bit-equal arrays (empty ones included); ``inf`` where shapes, dtypes or the places and signs of
         non-finite values differ.  Where ``before`` is all zero the error is absolute.
+
+    Examples
+    --------
+    >>> worst_error(np.array([1.0, -2.0]), np.array([1.5, -2.0]))
+    0.25
+    >>> worst_error(np.array([1.0]), np.array([np.nan]))
+    inf
     """
     if before.shape != after.shape or before.dtype != after.dtype:
         return float("inf")
@@ -73,15 +87,17 @@ def worst_error(before: np.ndarray, after: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Violation:
-    """An output outside the declared class: its index, its error, and the bound it broke."""
+    """An output outside the declared class: its index, its error, the bound it broke, and the call, where known."""
 
     output: int
     dtype: str
     error: float
     bound: float
+    call: str = ""
 
     def __str__(self) -> str:
-        return f"output {self.output} ({self.dtype}): error {self.error:.3g} > {self.bound:g}"
+        where = f"entry {self.call}, " if self.call else ""
+        return f"{where}output {self.output} ({self.dtype}): error {self.error:.3g} > {self.bound:g}"
 
 
 def check(
@@ -93,6 +109,13 @@ def check(
     -------
     tuple
         The worst error, and the violations (empty when the contract holds).
+
+    Examples
+    --------
+    >>> before, after = [np.array([1.0, -2.0], "float32")], [np.array([1.5, -2.0], "float32")]
+    >>> error, (violation,) = check(REASSOCIATES, before, after)
+    >>> print(violation)
+    output 0 (float32): error 0.25 > 1e-05
     """
     if len(before) != len(after):
         return float("inf"), [Violation(min(len(before), len(after)), "missing", float("inf"), 0.0)]

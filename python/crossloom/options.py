@@ -37,6 +37,11 @@ def parse_pipeline(text: str) -> list[PassText]:
     ------
     UsageError
         Naming the character at which the text stops making sense.
+
+    Examples
+    --------
+    >>> parse_pipeline("fuse{max-bytes=65536,keep=true}, relax.FuseOps")[0].options
+    (('max-bytes', '65536'), ('keep', 'true'))
     """
     passes: list[PassText] = []
     at, text = 0, text.strip()
@@ -71,7 +76,13 @@ def parse_pipeline(text: str) -> list[PassText]:
 
 
 def format_pipeline(passes: list[PassText]) -> str:
-    """Return the text of a pipeline."""
+    """Return the text of a pipeline.
+
+    Examples
+    --------
+    >>> format_pipeline(parse_pipeline("fuse{max-bytes=65536},  plan"))
+    'fuse{max-bytes=65536},plan'
+    """
     return ",".join(map(str, passes))
 
 
@@ -108,6 +119,18 @@ def build_options(owner: str, kind: type | None, given: Mapping[str, Any]) -> di
     ------
     UsageError
         For an unknown key (listing those known) or a value of the wrong type.
+
+    Examples
+    --------
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Options:
+    ...     max_bytes: int = 4096
+    >>> build_options("fuse", Options, {"max-bytes": "65536"})
+    {'max_bytes': 65536}
+    >>> build_options("fuse", Options, {"max-bytes": "many"})
+    Traceback (most recent call last):
+    ...
+    crossloom.errors.UsageError: fuse: max_bytes='many' is not a int
     """
     hints = typing.get_type_hints(kind) if kind is not None else {}
     out: dict[str, Any] = {}

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tvm
 from tvm import relax
 
-from crossloom.errors import BudgetExceeded
+from crossloom.errors import BudgetExceeded, UsageError
 from crossloom.numerics import EXACT, REASSOCIATES
 from crossloom.rewrite import Graph, Match, Rule, Site, rewrite_pass
-from crossloom.testing.runner import random_inputs
-from crossloom.testing.verify import bisect, render, verify_pipeline, write_repro
+from crossloom.testing import Culprit, as_model, bisect, make_calls, render, verify_pipeline, write_repro
 
 
 def _module(width: int = 5) -> tvm.ir.IRModule:
@@ -88,12 +88,18 @@ def test_unrunnable_is_recorded() -> None:
         return out
 
     (record,) = verify_pipeline(_module(), [("break", breaks, EXACT)])
-    assert not record.runnable and "not runnable" in record.problem
+    assert not record.runnable and "not run: " in record.problem and "no_such_function" in record.problem
+    culprit = bisect(_module(), [("break", breaks, EXACT)])
+    assert culprit is not None and (culprit.name, culprit.rewrite, culprit.instance) == ("break", "", -1)
 
 
 def test_repro_runs_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mod = _module()
-    inputs = {name: random_inputs(mod, name) for name in ("decode", "prefill")}
-    path = write_repro(tmp_path / "repro.py", mod, "relax.LegalizeOps", inputs)
-    runpy.run_path(str(path))
-    assert "relax.LegalizeOps" in capsys.readouterr().out
+    model = as_model(_module())
+    calls = make_calls(model, lengths=(3,))
+    culprit = Culprit("relax.LegalizeOps", "made up", model, REASSOCIATES)
+    path = write_repro(tmp_path / "case", culprit, calls)
+    runpy.run_path(str(path / "repro.py"))
+    assert "decode: error 0 after relax.LegalizeOps" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="no-such-pass"):
+        write_repro(tmp_path / "other", replace(culprit, name="no-such-pass"), calls)
+    assert not (tmp_path / "other").exists()

@@ -58,8 +58,9 @@ def command(
             raise UsageError(f"--repro {repro} exists and is no case of ours", "name a new folder")
     with progress("loading TVM") as show:
         from crossloom.targets import get_target
+        from crossloom.testing import write_repro
 
-        from .verification import make_inputs, verify, write_repro
+        from .verification import make_calls, make_inputs, verify
 
         chosen = get_target(target)
         show(f"loading {model.name}")
@@ -74,44 +75,43 @@ def command(
             (entry,) = loaded.entries
             names = [spec.name for spec in loaded.entries[entry].outputs]
             other = _onnxruntime(model, inputs[entry], names, result.outputs[entry])
-    broken = [row for row in result.passes if row.violations]
+    broken = [row for row in result.passes if row.problem]
     failure = result.failure
     if failure is not None and repro is not None:
-        write_repro(repro, failure, inputs, chosen, broken[0].contract)
+        write_repro(repro, failure, make_calls(loaded, inputs), chosen)
     far = {name: error for name, error in other.items() if not error <= tolerance}
     if as_json:
         report: dict[str, Any] = {
             "passes": [
                 {
                     "pass": r.name,
-                    "contract": str(r.contract),
+                    "contract": str(r.numerics),
                     "errors": dict(r.errors),
-                    "violations": list(r.violations),
+                    "violations": r.breaches,
                 }
                 for r in result.passes
             ],
             "total": dict(result.total),
             "onnxruntime": other,
         }
-        if failure is not None and failure.instance is not None:
+        if failure is not None and failure.verdict is not None:
             report["instance"] = {
-                "rewrite": failure.instance.rewrite,
-                "function": failure.instance.function,
-                "site": failure.instance.site,
+                "rewrite": failure.verdict.rewrite,
+                "function": failure.verdict.function,
+                "site": failure.verdict.site,
             }
         print_json(report)
     else:
         rows = [
-            ("BROKEN" if r.violations else "ok", r.name, f"{max(r.errors.values(), default=0.0):.2e}", str(r.contract))
-            for r in result.passes
+            ("BROKEN" if r.problem else "ok", r.name, f"{r.worst_error:.2e}", str(r.numerics)) for r in result.passes
         ]
         rows.append(("", "all passes", f"{max(result.total.values(), default=0.0):.2e}", "against the unfused module"))
         rows += [("FAR" if n in far else "ok", n, f"{e:.2e}", "against ONNX Runtime") for n, e in other.items()]
         print_table("", ("", "pass", "worst error", "contract"), rows)
     for row in broken:
-        say(f"error: pass {row.name} breaks its contract: {'; '.join(row.violations[:3])}")
-    if failure is not None and failure.instance is not None:
-        v = failure.instance
+        say(f"error: pass {row.name} breaks its contract: {'; '.join(row.breaches[:3])}")
+    if failure is not None and failure.verdict is not None:
+        v = failure.verdict
         say(f"  first rewrite to do so: {v.rewrite} at {v.site} of {v.function}")
     if failure is not None and repro is not None:
         say(f"  to see it alone: python {repro / 'repro.py'}")

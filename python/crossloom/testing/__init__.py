@@ -1,17 +1,37 @@
-"""Tests for passes: run, generate, compare, bisect.  See :mod:`crossloom.testing.preserve` for an example."""
+"""Tests for passes: run, generate, compare, bisect."""
 
+from typing import TYPE_CHECKING
+
+from .bisection import Culprit
+from .execution import BundleExecutor, Call, Executor, HostExecutor, as_model, make_calls
+from .repro import replay, write_repro
 from .runner import random_inputs, run_module
-from .verify import Culprit, Record, bisect, render, verify_pipeline, write_repro
+from .stages import Record, Stage, compile_stages, contract_of, render, walk
+from .verify import bisect, verify_pipeline
+
+if TYPE_CHECKING:
+    from .preserve import assert_pass_preserves
 
 __all__ = [
+    "BundleExecutor",
+    "Call",
     "Culprit",
+    "Executor",
+    "HostExecutor",
     "Record",
+    "Stage",
+    "as_model",
     "assert_pass_preserves",
     "bisect",
+    "compile_stages",
+    "contract_of",
+    "make_calls",
     "random_inputs",
     "render",
+    "replay",
     "run_module",
     "verify_pipeline",
+    "walk",
     "write_repro",
 ]
 

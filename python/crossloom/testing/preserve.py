@@ -1,18 +1,9 @@
-"""``assert_pass_preserves``: a property test of a pass in one line.
-
-To test your own pass::
-
-    from crossloom.numerics import REASSOCIATES
-    from crossloom.testing import assert_pass_preserves, strategies
-
-    def test_my_pass() -> None:
-        assert_pass_preserves(MyPass(), strategies.gated_mlp(), numerics=REASSOCIATES)
-"""
+"""``assert_pass_preserves``: a property test of a pass in one line."""
 
 from __future__ import annotations
 
 import tvm
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
 from tvm import relax
@@ -20,18 +11,18 @@ from tvm_ffi import structural_equal
 
 from ..errors import UsageError
 from ..numerics import Numerics
-from ..registry import passes
+from .execution import HostExecutor, as_model, make_calls
+from .stages import compare, contract_of, reason
 from .strategies import Case
 from .strategies import modules as all_modules
-from .verify import compare, run_entries
 
 
 def _declared(pass_: tvm.transform.Pass) -> Numerics:
     name = str(pass_.info.name)
-    for info in passes().values():
-        if name in (info.name, getattr(info.factory, "__name__", "")):
-            return info.numerics
-    raise UsageError(f"pass {name!r} is not in the registry", "give numerics=")
+    found = contract_of(name)
+    if found is None:
+        raise UsageError(f"pass {name!r} is not in the registry", "give numerics=")
+    return found
 
 
 def assert_pass_preserves(
@@ -41,39 +32,82 @@ def assert_pass_preserves(
     numerics: Numerics | None = None,
     max_examples: int = 25,
     seed: int = 0,
+    shrink: bool = True,
 ) -> None:
     """Check that a pass keeps results, is idempotent, gives well-formed modules and leaves its input alone.
 
     Parameters
     ----------
+    pass_ : tvm.transform.Pass
+    modules : hypothesis strategy of Case, optional
+        All of :mod:`crossloom.testing.strategies` when missing.
     numerics : Numerics, optional
         Taken from the registry by the pass's name when missing.
+    max_examples : int
+        Modules to try; every one is run at all its lengths.
+    seed : int
+        Of the modules and of their inputs.
+    shrink : bool
+        Whether hypothesis looks for a smaller module that fails, which takes some more builds.
 
     Raises
     ------
     AssertionError
-        Naming entry, output, error and bound, with the seed and the module (shrunk by hypothesis).
+        Naming entry, length, output, error and bound, with the seed and the module.
     UsageError
         When no class is given and the registry has none.
     """
     held_to = numerics or _declared(pass_)
+    phases = [Phase.explicit, Phase.generate, *([Phase.shrink] if shrink else [])]
 
     @hypothesis_seed(seed)
-    @settings(max_examples=max_examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=max_examples,
+        deadline=None,
+        database=None,
+        phases=phases,
+        report_multiple_bugs=False,
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(modules if modules is not None else all_modules())
     def prove(case: Case) -> None:
-        where = f"\nseed {seed}, length {case.length}\n{case.mod.script()}"
-        inputs, saved = case.inputs(seed), tvm.ir.save_json(case.mod)
-        before = run_entries(case.mod, inputs)
-        after = pass_(case.mod)
-        if not structural_equal(case.mod, tvm.ir.load_json(saved)):
-            raise AssertionError(f"the pass changed its input{where}")
-        if not relax.analysis.check_well_formed(after):
-            raise AssertionError(f"the result is not well-formed{where}")
-        _, problem = compare(held_to, before, run_entries(after, inputs))
+        problem = find_problem(pass_, case, held_to, seed)
         if problem:
-            raise AssertionError(f"{problem}{where}")
-        if not structural_equal(pass_(after), after):
-            raise AssertionError(f"twice differs from once{where}")
+            raise AssertionError(
+                f"pass {pass_.info.name}: {problem}\nseed {seed}\n{case.mod.script(show_meta=False)}"
+            ) from None
 
     prove()
+
+
+def find_problem(pass_: tvm.transform.Pass, case: Case, numerics: Numerics, seed: int = 0) -> str:
+    """Return what a pass does wrong to one module, ``""`` when nothing."""
+    model, execute = as_model(case.mod), HostExecutor()
+    calls = make_calls(model, seed=seed, lengths=case.sizes)
+    before = execute(model, calls)
+    saved = tvm.ir.save_json(case.mod)
+    try:
+        after = pass_(case.mod)
+    except Exception as error:
+        return f"it fails: {reason(error)}"
+    if not structural_equal(case.mod, tvm.ir.load_json(saved)):
+        return "it changed its input module, which the caller may still hold"
+    try:
+        relax.analysis.well_formed(after)
+    except Exception as error:
+        return f"the result is not well-formed: {reason(error)}"
+    try:
+        outputs = execute(as_model(after), calls)
+    except Exception as error:
+        return f"the result does not run: {reason(error)}"
+    _, violations = compare(numerics, calls, before, outputs)
+    if violations:
+        return "; ".join(map(str, violations))
+    try:
+        again = pass_(after)
+    except Exception as error:
+        return f"it fails on its own result: {reason(error)}"
+    if not structural_equal(again, after):
+        return f"twice differs from once; after the second time:\n{again.script(show_meta=False)}\nof the module"
+    return ""

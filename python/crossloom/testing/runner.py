@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tvm
 from tvm import relax
 
-from ..errors import UsageError
+from ..errors import UnsupportedModel, UsageError
+from ..importers.signature import tensor_spec
+from ..runtime.checks import evaluate
 
 #: One machine per module *object*; the module is kept beside it so that its id cannot be reused.
 _machines: OrderedDict[int, tuple[tvm.ir.IRModule, Any]] = OrderedDict()
@@ -27,24 +29,65 @@ def public_entries(mod: tvm.ir.IRModule) -> dict[str, relax.Function]:
     return dict(sorted(found.items()))
 
 
+def build_machine(
+    mod: tvm.ir.IRModule, target: tvm.target.Target | None = None, lowering: tvm.transform.Pass | None = None
+) -> Any:
+    """Build a module for this machine.
+
+    Parameters
+    ----------
+    mod : tvm.ir.IRModule
+    target : tvm.target.Target, optional
+        ``llvm`` when missing.
+    lowering : tvm.transform.Pass, optional
+        From the module to what the virtual machine runs; TVM's default pipeline when missing.
+
+    Returns
+    -------
+    tvm.relax.VirtualMachine
+    """
+    # A context of its own: no instrument and no option of the caller's reaches what only measures.
+    with tvm.transform.PassContext():
+        executable = tvm.compile(
+            mod, target=target or tvm.target.Target({"kind": "llvm"}), relax_pipeline=lowering or "default"
+        )
+    return relax.VirtualMachine(executable, tvm.cpu())
+
+
 def _machine(mod: tvm.ir.IRModule) -> Any:
     hit = _machines.get(id(mod))
     if hit is None:
-        executable = tvm.compile(mod, target=tvm.target.Target({"kind": "llvm"}))
-        hit = _machines[id(mod)] = (mod, relax.VirtualMachine(executable, tvm.cpu()))
+        hit = _machines[id(mod)] = (mod, build_machine(mod))
         while len(_machines) > _KEEP:
             _machines.popitem(last=False)
     return hit[1]
 
 
-def _flat(value: Any) -> Iterator[np.ndarray]:
+def flatten(value: Any) -> Iterator[np.ndarray]:
+    """Yield the arrays of a virtual machine's result, nested tuples in order."""
     if hasattr(value, "numpy"):
         yield np.array(value.numpy())
     elif isinstance(value, (int, float)):
         yield np.asarray(value)
     else:
         for item in value:
-            yield from _flat(item)
+            yield from flatten(item)
+
+
+def check_call(mod: tvm.ir.IRModule, entry: str, count: int) -> None:
+    """Check that a module has an entry that takes ``count`` parameters.
+
+    Raises
+    ------
+    UsageError
+        Naming what there is.
+    """
+    entries = public_entries(mod)
+    if entry not in entries:
+        raise UsageError(f"no entry {entry!r} in the module", f"it has: {', '.join(entries) or 'none'}")
+    wanted = len(entries[entry].params)
+    if count != wanted:
+        raise UsageError(f"entry {entry!r} takes {wanted} inputs, got {count}", "give weights as well as inputs")
 
 
 def run_module(mod: tvm.ir.IRModule, entry: str, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -68,18 +111,25 @@ def run_module(mod: tvm.ir.IRModule, entry: str, inputs: Sequence[np.ndarray]) -
     ------
     UsageError
         When there is no such entry or the number of inputs is wrong.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from tvm import relax
+    >>> bb, x = relax.BlockBuilder(), relax.Var("x", relax.TensorType((2,), "float32"))
+    >>> with bb.function("main", [x]):
+    ...     _ = bb.emit_func_output(bb.emit(relax.op.add(x, x)))
+    >>> run_module(bb.get(), "main", [np.array([1, 2], "float32")])
+    [array([2., 4.], dtype=float32)]
     """
-    entries = public_entries(mod)
-    if entry not in entries:
-        raise UsageError(f"no entry {entry!r} in the module", f"it has: {', '.join(entries) or 'none'}")
-    wanted = len(entries[entry].params)
-    if len(inputs) != wanted:
-        raise UsageError(f"entry {entry!r} takes {wanted} inputs, got {len(inputs)}", "give weights as well as inputs")
+    check_call(mod, entry, len(inputs))
     tensors = [tvm.runtime.tensor(np.ascontiguousarray(x)) for x in inputs]
-    return list(_flat(_machine(mod)[entry](*tensors)))
+    return list(flatten(_machine(mod)[entry](*tensors)))
 
 
-def random_inputs(mod: tvm.ir.IRModule, entry: str, seed: int = 0, length: int = 3) -> list[np.ndarray]:
+def random_inputs(
+    mod: tvm.ir.IRModule, entry: str, seed: int = 0, length: int | Mapping[str, int] = 3
+) -> list[np.ndarray]:
     """Draw small values for every tensor parameter of an entry.
 
     Parameters
@@ -87,28 +137,48 @@ def random_inputs(mod: tvm.ir.IRModule, entry: str, seed: int = 0, length: int =
     mod : tvm.ir.IRModule
     entry : str
     seed : int
-    length : int
-        Value of every symbolic dimension (elements).
+    length : int or mapping of str to int
+        Value of every symbolic dimension, or by its name (elements); dimensions that are expressions follow.
+
+    Returns
+    -------
+    list of numpy.ndarray
+        Floats are normal with deviation 1/2; integers and booleans are 0 or 1.
 
     Raises
     ------
     UsageError
-        For a parameter that is not a tensor of known shape, or one whose symbolic dimension is an expression.
+        For a parameter that is not a tensor of known shape, or a dimension whose value does not follow.
+
+    Examples
+    --------
+    >>> from tvm import relax, tirx
+    >>> bb, n = relax.BlockBuilder(), tirx.Var("n", "int64")
+    >>> x = relax.Var("x", relax.TensorType((n, 2 * n + 1), "float16"))
+    >>> with bb.function("main", [x]):
+    ...     _ = bb.emit_func_output(bb.emit(relax.op.negative(x)))
+    >>> [(x.shape, str(x.dtype)) for x in random_inputs(bb.get(), "main", length=2)]
+    [((2, 5), 'float16')]
     """
     rng = np.random.default_rng(seed)
     out: list[np.ndarray] = []
     for param in public_entries(mod)[entry].params:
-        ty = param.ty
-        if not isinstance(ty, relax.TensorType) or ty.shape is None:
-            raise UsageError(f"{entry}: parameter {param.name} is not a tensor of known shape", "give inputs=")
-        shape = []
-        for dim in ty.shape:
-            if not isinstance(dim, (int, tvm.tirx.IntImm, tvm.tirx.Var)):
-                raise UsageError(f"{entry}: parameter {param.name} has dimension {dim}", "give inputs=")
-            shape.append(length if isinstance(dim, tvm.tirx.Var) else int(dim))
-        dtype = str(ty.dtype)
-        if dtype.startswith(("float", "bfloat")):
-            out.append((rng.standard_normal(shape) * 0.5).astype(dtype))
+        try:
+            spec = tensor_spec(param.name, param.ty)
+        except UnsupportedModel as error:
+            raise UsageError(f"{entry}: parameter {error.message}", "give inputs=") from error
+        shape = [_size(dim, length, f"{entry}: parameter {param.name!r}") for dim in spec.shape]
+        if spec.dtype.startswith(("float", "bfloat")):
+            out.append((rng.standard_normal(shape) * 0.5).astype(spec.dtype))
         else:  # 0 and 1 are valid indices, booleans and quantized values alike
-            out.append(rng.integers(0, 2, shape).astype(dtype))
+            out.append(rng.integers(0, 2, shape).astype(spec.dtype))
     return out
+
+
+def _size(dim: int | str, length: int | Mapping[str, int], owner: str) -> int:
+    if isinstance(dim, int):
+        return dim
+    size = evaluate(dim, length if isinstance(length, Mapping) else defaultdict(lambda: length))
+    if size is None or size < 0:
+        raise UsageError(f"{owner} has dimension {dim}, which cannot be found", "give length= by name, or inputs=")
+    return size

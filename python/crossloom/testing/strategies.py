@@ -42,6 +42,11 @@ class Case:
     dtype: str
     references: Mapping[str, Reference] = field(repr=False)
 
+    @property
+    def sizes(self) -> tuple[dict[str, int], ...]:
+        """Values of the symbolic dimensions."""
+        return ({"n": self.length},)
+
     def inputs(self, seed: int = 0) -> Outputs:
         """Draw all parameters of every entry."""
         return {name: random_inputs(self.mod, name, seed, self.length) for name in self.references}
