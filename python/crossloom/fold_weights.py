@@ -168,4 +168,6 @@ def fold_weights(model: Model) -> Model:
     defaults = {k: v for k, v in model.params.items() if any(k == s.name for e in entries.values() for s in e.inputs)}
     mod = ir.IRModule(functions, attrs=model.mod.attrs)
     relax.analysis.well_formed(mod)
-    return Model(mod, {**defaults, **params}, {**model.entries, **entries}, model.modalities, model.name)
+    kept = {**defaults, **params}
+    packed = {k: v for k, v in model.packed.items() if k in kept}
+    return replace(model, mod=mod, params=kept, entries={**model.entries, **entries}, packed=packed)

@@ -45,6 +45,8 @@ class Entry:
         ``"image"``, ``"audio"``, ``"text"`` or ``""``.
     upper_bounds : mapping of str to int
         Largest value of each symbolic dimension, where known (elements).
+    lower_bounds : mapping of str to int
+        Smallest value, where it is more than 0 (elements).
     """
 
     name: str
@@ -53,6 +55,26 @@ class Entry:
     weights: tuple[str, ...] = ()
     modality: str = ""
     upper_bounds: Mapping[str, int] = field(default_factory=dict)
+    lower_bounds: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight as its file stores it, kept beside its dequantized values for passes that leave it packed.
+
+    Attributes
+    ----------
+    qtype : str
+        Block format by ggml's name, e.g. ``"Q4_0"``; ``crossloom.importers.gguf_quant`` documents the layouts.
+    shape : tuple of int
+        Of the dequantized weight; blocks run along its last axis.
+    data : numpy.ndarray
+        Whole blocks, uint8, ``(bytes,)``, in the order of the values.
+    """
+
+    qtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
 
 
 @dataclass
@@ -69,6 +91,8 @@ class Model:
     modalities : dict of str to str
         Part name -> modality, for passes that treat branches differently.
     name : str
+    packed : dict of str to PackedWeight
+        Stored form of quantized weights, under their names in `params`.
     """
 
     mod: tvm.ir.IRModule
@@ -76,6 +100,7 @@ class Model:
     entries: dict[str, Entry]
     modalities: dict[str, str] = field(default_factory=dict)
     name: str = "model"
+    packed: dict[str, PackedWeight] = field(default_factory=dict)
 
     def entry_params(self, entry: str) -> list[np.ndarray]:
         """Return the weights of one entry, in the order its function takes them."""

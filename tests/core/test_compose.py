@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tvm
@@ -10,7 +12,7 @@ from tvm import relax, tirx
 from crossloom.errors import UnsupportedModel, UsageError
 from crossloom.importers.compose import Chain, compose
 from crossloom.importers.specialize import specialize
-from crossloom.model import Entry, Model, TensorSpec
+from crossloom.model import Entry, Model, PackedWeight, TensorSpec
 from crossloom.testing import run_module
 
 
@@ -134,3 +136,141 @@ def test_a_dimension_named_t_keeps_its_name():
     assert dimension(t) == "T"
     assert dimension(t + 1) == "T + 1"
     assert dimension(tvm.tirx.max(tvm.tirx.IntImm("int64", 0), t)) in ("max(0, T)", "max(T, 0)")
+
+
+def part(build, inputs, outputs, weights=(), **bounds) -> Model:
+    """A part called "run": `build` maps its variables to its result."""
+    symbols: dict[str, tirx.Var] = {}
+    size = lambda d: symbols.setdefault(d, tirx.Var(d, "int64")) if isinstance(d, str) else d
+    bb = relax.BlockBuilder()
+    typed = [TensorSpec(*spec) for spec in inputs]
+    given = [*typed, *(TensorSpec(key, array.shape, str(array.dtype)) for key, array in weights)]
+    variables = [relax.Var(s.name, relax.TensorType([size(d) for d in s.shape], s.dtype)) for s in given]
+    with bb.function("run", variables, attrs={"num_input": len(typed)}):
+        with bb.dataflow():
+            out = bb.emit_output(build(*variables))
+        bb.emit_func_output(out)
+    entry = Entry("run", tuple(typed), tuple(TensorSpec(*o) for o in outputs), tuple(k for k, _ in weights), **bounds)
+    return Model(bb.get(), dict(weights), {"run": entry})
+
+
+X, Y = ("x", ("n", 4), "float32"), ("y", ("n", 4), "float32")
+A = random(3, 4)
+
+
+def test_outputs_no_part_takes_are_returned_behind_the_last_parts():
+    tower = linear(random(4, 6), twice=True)
+    model = compose({"a": tower, "b": linear(random(6, 3, seed=1), x="y", y="same")}, {"e": ["a", "b"]})
+    assert [o.name for o in model.entries["e"].outputs] == ["same", "a_same"]
+    x = random(1, 2, 4)
+    out = run(model, "e", x)
+    hidden = np.tanh(x @ tower.params["w"])
+    np.testing.assert_allclose(out[0], np.tanh(hidden @ random(6, 3, seed=1)), atol=1e-5)
+    np.testing.assert_array_equal(out[1], x)
+
+
+def test_chosen_outputs_may_be_intermediate():
+    parts = {"a": linear(random(4, 6), y="hidden"), "b": linear(random(6, 3, seed=1))}
+    model = compose(parts, {"e": Chain(("a", "b"), outputs=("y", "hidden"))})
+    x = random(1, 2, 4)
+    np.testing.assert_allclose(run(model, "e", x)[1], np.tanh(x @ random(4, 6)), atol=1e-5)
+    only = compose(parts, {"e": Chain(("a", "b"), outputs=("hidden",))})
+    assert only.entries["e"].weights == ("a.w", "b.w") and len(only.entries["e"].outputs) == 1
+    with pytest.raises(UsageError, match=r"no output 'nope'.*\n.*hidden"):
+        compose(parts, {"e": Chain(("a", "b"), outputs=("nope",))})
+
+
+def test_tuples_within_tuples_are_flattened():
+    op = relax.op
+    nested = part(
+        lambda x: relax.Tuple([relax.Tuple([op.negative(x), op.abs(x)]), relax.Tuple([op.add(x, x)])]),
+        [X],
+        [("minus", ("n", 4), "float32"), ("size", ("n", 4), "float32"), ("double", ("n", 4), "float32")],
+    )
+    after = part(
+        lambda size: relax.Tuple([op.sqrt(size)]), [("size", ("m", 4), "float32")], [("root", ("m", 4), "float32")]
+    )
+    model = compose({"a": nested, "b": after}, {"e": ["a", "b"], "alone": ["a"]})
+    assert [o.name for o in model.entries["e"].outputs] == ["root", "minus", "double"]
+    assert model.entries["e"].outputs[0].shape == ("n", 4)
+    for got, wanted in zip(run(model, "e", A), [np.sqrt(np.abs(A)), -A, 2 * A], strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-6)
+    for got, wanted in zip(run(model, "alone", A), [-A, np.abs(A), 2 * A], strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_bounds_of_both_sides_meet():
+    op = relax.op
+    first = part(op.negative, [X], [Y], upper_bounds={"n": 50}, lower_bounds={"n": 2})
+    second = part(
+        op.abs,
+        [("x", ("m", 4), "float32")],
+        [("y", ("m", 4), "float32")],
+        upper_bounds={"m": 40},
+        lower_bounds={"m": 3},
+    )
+    model = compose({"a": first, "b": second}, {"e": ["a", "b"]})
+    entry = model.entries["e"]
+    assert entry.upper_bounds == {"n": 40} and entry.lower_bounds == {"n": 3}
+    assert dict(model.mod["e"].attrs["tir_var_lower_bound"]) == {"n": 3}
+    with pytest.raises(UsageError, match=r"n = 2.*\n.*3 to 40"):
+        specialize(model, {"n": 2})
+    fixed = specialize(model, {"n": 5})
+    assert not fixed.entries["e"].lower_bounds and "tir_var_lower_bound" not in fixed.mod["e"].attrs
+    static = part(op.abs, [("x", (60, 4), "float32")], [("y", (60, 4), "float32")])
+    with pytest.raises(UnsupportedModel, match="'n' of part 'a' becomes 60, outside 2 to 50"):
+        compose({"a": first, "b": static}, {"e": ["a", "b"]})
+    narrow = part(op.abs, [X], [Y], upper_bounds={"n": 1})
+    with pytest.raises(UnsupportedModel, match="'n' of entry 'e' must be at least 2 and at most 1"):
+        compose({"a": first, "b": narrow}, {"e": ["a", "b"]})
+
+
+def test_a_renamed_dimension_takes_its_bounds_along():
+    op = relax.op
+    first = part(op.negative, [X], [Y], upper_bounds={"n": 9})
+    second = part(
+        lambda x, z: relax.Tuple([x, op.abs(z)]),
+        [("x", ("m", 4), "float32"), ("z", ("n", 2), "float32")],
+        [("y", ("m", 4), "float32"), ("w", ("n", 2), "float32")],
+        upper_bounds={"m": 8, "n": 3},
+    )
+    entry = compose({"a": first, "b": second}, {"e": ["a", "b"]}).entries["e"]
+    assert entry.inputs[1].shape == ("b_n", 2) and entry.upper_bounds == {"n": 8, "b_n": 3}
+
+
+def test_same_names_with_different_bytes_and_tied_weights():
+    op = relax.op
+    w, v = random(4, 4), random(4, 4, seed=1)
+    tied = part(lambda x, a, b: op.matmul(op.matmul(x, a), b), [X], [Y], [("embed", w), ("head", w.copy())])
+    other = part(lambda x, a: op.matmul(x, a), [X], [Y], [("embed", v)])
+    model = compose({"p": tied, "q": other}, {"e": ["p", "q"]})
+    assert model.entries["e"].weights == ("p.embed", "q.embed") == tuple(model.params)
+    np.testing.assert_allclose(run(model, "e", A)[0], A @ w @ w @ v, atol=1e-4)
+
+
+def test_half_feeds_single_and_not_the_other_way():
+    op = relax.op
+    half = part(op.negative, [("x", ("n", 4), "float16")], [("y", ("n", 4), "float16")])
+    single = part(op.abs, [X], [Y])
+    model = compose({"h": half, "s": single}, {"e": ["h", "s"]})
+    (out,) = run(model, "e", A.astype("float16"))
+    np.testing.assert_array_equal(out, np.abs(A.astype("float16").astype("float32")))
+    with pytest.raises(UnsupportedModel, match=r"'y' float32\(n, 4\).*'s'.*'x' float16.*'h'"):
+        compose({"h": half, "s": single}, {"e": ["s", "h"]})
+
+
+def test_packed_weights_module_attributes_and_global_infos_survive():
+    w = random(4, 4)
+    packed = PackedWeight("Q8_0", (4, 4), np.arange(34, dtype="uint8"))
+    first = replace(linear(w), packed={"w": packed})
+    first.mod = first.mod.with_attr("vendor.key", "1")
+    first.mod.update_global_info("vdevice", [relax.VDevice(tvm.target.Target({"kind": "llvm"}))])
+    second = linear(random(4, 4, seed=1))
+    model = compose({"a": first, "b": second}, {"e": ["a", "b"]})
+    fixed = specialize(model, {"n": 2})
+    for result in (model, fixed):
+        assert list(result.packed) == ["a.w"] and result.packed["a.w"] is packed
+        assert str(result.mod.attrs["vendor.key"]) == "1" and len(result.mod.global_infos["vdevice"]) == 1
+    second.mod = second.mod.with_attr("vendor.key", "2")
+    with pytest.raises(UnsupportedModel, match=r"'a' and 'b' carry different values of attribute 'vendor\.key'"):
+        compose({"a": first, "b": second}, {"e": ["a", "b"]})

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from crossloom.errors import UnsupportedModel, UsageError
+from crossloom.importers.compose import compose
 from crossloom.importers.gguf import from_gguf
 from crossloom.importers.gguf_quant import TYPES, dequantize
 from crossloom.importers.gguf_reader import read_gguf
+from crossloom.importers.specialize import specialize
 from crossloom.testing import run_module
 
 L, D, F, H, KV, V = 2, 64, 96, 4, 2, 40
@@ -150,7 +152,8 @@ def test_decoder_equals_numpy(tmp_path, case):
         np.testing.assert_array_equal(array, weights[key])
     assert model.entries["prefill"].upper_bounds == {"T": 128}
     assert model.entries["decode"].outputs[1].shape == (L, 1, KV, "P + 1", DH)
-    assert model.mod.attrs["crossloom.gguf.qtypes"]["blk.0.attn_q.weight"] == options.get("qtype", "F32")
+    stored = options.get("qtype", "F32")
+    assert ("blk.0.attn_q.weight" in model.packed) == (stored != "F32") and "output_norm.weight" not in model.packed
 
     def call(entry, *inputs):
         assert int(model.mod[entry].attrs["num_input"]) == len(inputs)
@@ -222,3 +225,17 @@ def test_ids_out_of_range_read_the_nearest_row(tmp_path, capfd):
     out = run_module(model.mod, "embed", [ids, *model.entry_params("embed")])[0]
     np.testing.assert_array_equal(out[0], weights["token_embd.weight"][[0, V - 1, V - 1, 0, V - 1, 0]])
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("qtype", ["F16", "Q8_0", "Q4_0", "Q4_1"])
+def test_stored_blocks_stay_with_the_model_through_compose_and_specialize(tmp_path, qtype):
+    write(tmp_path / "m.gguf", qtype=qtype)
+    file = read_gguf(tmp_path / "m.gguf")
+    model = from_gguf(tmp_path / "m.gguf")
+    composed = specialize(compose({"lm": model}, {"embed": ["lm"], "decode": ["lm"]}), {"decode.P": 3})
+    assert len(composed.packed) == len(model.packed) == 7 * L + 2
+    for name, packed in composed.packed.items():
+        tensor = file.tensors[name.removeprefix("lm.")]
+        assert (packed.qtype, packed.shape) == (qtype, tensor.shape)
+        np.testing.assert_array_equal(packed.data, tensor.data)
+        np.testing.assert_array_equal(dequantize(packed.data, qtype).reshape(packed.shape), composed.params[name])

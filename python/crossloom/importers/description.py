@@ -9,6 +9,7 @@
     [entries.vision]
     parts = ["vision", "projector"] # "part:entry" picks one of several
     upper_bounds = { n = 60 }       # largest size of a symbolic dimension
+    outputs = ["features"]          # what to return; by default all that no part takes
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def load_description(path: str | Path) -> Model:
     chains: dict[str, Chain] = {}
     for key, table in document["entries"].items():
         where = f"entries.{key}"
-        read.keys(table, where, {"parts": list, "modality": str, "upper_bounds": dict}, ("parts",))
+        read.keys(table, where, {"parts": list, "modality": str, "upper_bounds": dict, "outputs": list}, ("parts",))
         if not table["parts"] or not all(isinstance(item, str) for item in table["parts"]):
             raise read.wrong(f"{where}.parts", "must be a list of part names")
         for item in table["parts"]:
@@ -74,7 +75,10 @@ def load_description(path: str | Path) -> Model:
         for name, value in bounds.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise read.wrong(f"{where}.upper_bounds.{name}", f"must be a size, is {value!r}")
-        chains[key] = Chain(tuple(table["parts"]), read.modality(table, where), bounds)
+        outputs = table.get("outputs", [])
+        if not all(isinstance(item, str) for item in outputs):
+            raise read.wrong(f"{where}.outputs", "must be a list of output names")
+        chains[key] = Chain(tuple(table["parts"]), read.modality(table, where), bounds, tuple(outputs))
     if "weights" in document:
         read.inside(document["weights"], "weights")
     parts = {key: _load_part(file) for key, file in files.items()}

@@ -18,7 +18,7 @@ import tvm
 from tvm import relax, tirx
 
 from ..errors import UnsupportedModel, UsageError
-from ..model import Model
+from ..model import Model, PackedWeight
 from .gguf_decoder import DecoderBuilder, DecoderConfig
 from .gguf_reader import GGUFFile, read_gguf
 from .signature import entry_attributes, entry_of
@@ -43,8 +43,8 @@ def from_gguf(path: str | Path, *, entries: Sequence[str] = ENTRIES, name: str |
     Returns
     -------
     Model
-        Weights float32 under their GGUF names; the module's attribute ``crossloom.gguf.qtypes`` keeps each
-        one's stored type.
+        Weights float32 under their GGUF names; ``packed`` keeps the stored bytes and type of each one that
+        the file does not store as float32.
 
     Raises
     ------
@@ -67,19 +67,30 @@ def from_gguf(path: str | Path, *, entries: Sequence[str] = ENTRIES, name: str |
         function, inputs, weights, outputs = builder.build(entry, _inputs(entry, config))
         limits = {"n": config.context, "T": config.context, "P": config.context - 1}
         described[entry] = entry_of(
-            function, entry, inputs, outputs, weights=weights, modality="text", upper_bounds=limits
+            function,
+            entry,
+            inputs,
+            outputs,
+            weights=weights,
+            modality="text",
+            upper_bounds=limits,
+            lower_bounds={"T": 1},  # the logits are of the last position: there must be one
         )
         for attribute, value in entry_attributes(described[entry]).items():
             function = function.with_attr(attribute, value)
         functions[tvm.ir.GlobalVar(entry)] = function
     used = {weight for entry in described.values() for weight in entry.weights}
     params = {key: tensor.dequantize() for key, tensor in file.tensors.items() if key in used}
-    mod = tvm.IRModule(functions).with_attr(
-        "crossloom.gguf.qtypes", {key: tensor.qtype for key, tensor in file.tensors.items() if key in used}
-    )
+    packed = {
+        # Copied out of the mapping: a file that changes on disk must not change the model.
+        key: PackedWeight(tensor.qtype, tensor.shape, np.array(tensor.data))
+        for key, tensor in file.tensors.items()
+        if key in used and tensor.qtype != "F32"
+    }
+    mod = tvm.IRModule(functions)
     relax.analysis.well_formed(mod)
     label = name or file.path.stem
-    return Model(mod, params, described, {label: "text"}, label)
+    return Model(mod, params, described, {label: "text"}, label, packed)
 
 
 def _inputs(entry: str, c: DecoderConfig) -> list[tuple[str, tuple[Any, ...], str]]:

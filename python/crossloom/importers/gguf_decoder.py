@@ -172,7 +172,7 @@ class DecoderBuilder:
             gated = emit(op.multiply(gate, self._linear(h, f"{name}.ffn_up")))
             x = emit(op.add(x, self._linear(gated, f"{name}.ffn_down")))
         if not (isinstance(length, tirx.IntImm) and int(length.value) == 1):
-            x = emit(op.strided_slice(x, [1], [length - 1], [length]))
+            x = emit(op.strided_slice(x, [1], [length - 1], [length], assume_inbound=True))
         head = "output" if "output.weight" in self.weights else "token_embd"
         logits = self._linear(self._norm(x, "output_norm"), head)
         if c.layers == 1:

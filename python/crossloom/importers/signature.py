@@ -50,9 +50,14 @@ def tensor_spec(name: str, ty: tvm.ir.Type) -> TensorSpec:
 
 
 def output_types(function: relax.Function) -> list[tvm.ir.Type]:
-    """Return the types of the outputs: one, or the fields of the returned tuple."""
-    ty = function.ret_ty
-    return list(ty.fields) if isinstance(ty, relax.TupleType) else [ty]
+    """Return the types of the outputs: one, or the leaves of the returned tuple, depth first."""
+    return _leaves(function.ret_ty)
+
+
+def _leaves(ty: tvm.ir.Type) -> list[tvm.ir.Type]:
+    if not isinstance(ty, relax.TupleType):
+        return [ty]
+    return [leaf for field in ty.fields for leaf in _leaves(field)]
 
 
 def entry_of(
@@ -64,6 +69,7 @@ def entry_of(
     weights: Sequence[str] = (),
     modality: str = "",
     upper_bounds: Mapping[str, int] | None = None,
+    lower_bounds: Mapping[str, int] | None = None,
 ) -> Entry:
     """Describe `function` as an `Entry`, its shapes read from its type.
 
@@ -78,16 +84,19 @@ def entry_of(
         Keys into ``Model.params``.
     modality : str
     upper_bounds : mapping of str to int, optional
-        Largest value of symbolic dimensions; names the function does not use are left out.
+    lower_bounds : mapping of str to int, optional
+        Largest and smallest value of symbolic dimensions; names the function does not use are left out.
     """
     symbols = set(symbolic_names(function))
+    known = lambda bounds: {key: int(value) for key, value in (bounds or {}).items() if key in symbols}
     return Entry(
         name=name,
         inputs=tuple(tensor_spec(key, param.ty) for key, param in zip(inputs, function.params)),
         outputs=tuple(tensor_spec(key, ty) for key, ty in zip(outputs, output_types(function))),
         weights=tuple(weights),
         modality=modality,
-        upper_bounds={key: int(value) for key, value in (upper_bounds or {}).items() if key in symbols},
+        upper_bounds=known(upper_bounds),
+        lower_bounds=known(lower_bounds),
     )
 
 
@@ -103,6 +112,8 @@ def entry_attributes(entry: Entry) -> dict[str, object]:
         attributes["crossloom.modality"] = entry.modality
     if entry.upper_bounds:
         attributes["tir_var_upper_bound"] = dict(entry.upper_bounds)
+    if entry.lower_bounds:
+        attributes["tir_var_lower_bound"] = dict(entry.lower_bounds)
     return attributes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import tvm
 from tvm import relax
@@ -40,16 +41,15 @@ def specialize(model: Model, sizes: Mapping[str, int]) -> Model:
                     binding[name] = int(sizes[key])
                     used.add(key)
         for name, size in binding.items():
-            limit = entry.upper_bounds.get(name)
-            if size < 0 or (limit is not None and size > limit):
+            least, limit = entry.lower_bounds.get(name, 0), entry.upper_bounds.get(name)
+            if size < least or (limit is not None and size > limit):
                 raise UsageError(
                     f"{name} = {size} in entry {entry.name!r} is out of range",
-                    f"give 0 to {limit}" if limit is not None else "give a size that is not negative",
+                    f"give {least} to {limit}" if limit is not None else f"give a size of at least {least}",
                 )
         if not binding:
             continue
         function = function.bind_symbolic_vars(binding)
-        bounds = {key: value for key, value in entry.upper_bounds.items() if key not in binding}
         entries[entry.name] = entry_of(
             function,
             entry.name,
@@ -57,10 +57,12 @@ def specialize(model: Model, sizes: Mapping[str, int]) -> Model:
             [spec.name for spec in entry.outputs],
             weights=entry.weights,
             modality=entry.modality,
-            upper_bounds=bounds,
+            upper_bounds=entry.upper_bounds,
+            lower_bounds=entry.lower_bounds,
         )
-        if function.attrs and "tir_var_upper_bound" in function.attrs:
-            function = function.without_attr("tir_var_upper_bound")
+        for attribute in ("tir_var_upper_bound", "tir_var_lower_bound"):
+            if function.attrs and attribute in function.attrs:
+                function = function.without_attr(attribute)
         for attribute, value in entry_attributes(entries[entry.name]).items():
             function = function.with_attr(attribute, value)
         functions[gv] = function
@@ -70,6 +72,6 @@ def specialize(model: Model, sizes: Mapping[str, int]) -> Model:
         raise UsageError(
             f"no entry has a dimension {missing[0]!r}", f"dimensions left: {', '.join(known) or 'all static'}"
         )
-    mod = tvm.IRModule(functions)
+    mod = tvm.IRModule(functions, attrs=model.mod.attrs, global_infos=model.mod.global_infos)
     relax.analysis.well_formed(mod)
-    return Model(mod, model.params, entries, dict(model.modalities), model.name)
+    return replace(model, mod=mod, entries=entries)

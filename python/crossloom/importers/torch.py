@@ -6,6 +6,7 @@ attention is translated here instead, from PyTorch's definition.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,15 @@ def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def _suggestion(error: Exception) -> str:
+    """Return the ranges torch.export proposes for dynamic dimensions, or else the guard it names."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    if "Suggested fixes:" in lines:
+        after = lines[lines.index("Suggested fixes:") + 1 :]
+        return "; ".join(itertools.takewhile(bool, after))
+    return next((line.removeprefix("- ") for line in lines if line.startswith("- Not all values")), "")
+
+
 def _program(torch: Any, module: Any, args: Any, dynamic_shapes: Any, kwargs: Any) -> Any:
     if isinstance(module, torch.export.ExportedProgram):
         return module
@@ -129,7 +139,7 @@ def _program(torch: Any, module: Any, args: Any, dynamic_shapes: Any, kwargs: An
     except Exception as error:
         raise UnsupportedModel(
             f"torch.export refuses {type(module).__name__}: {_first_line(error)}",
-            "export its parts apart and stitch them with compose()",
+            _suggestion(error) or "export its parts apart and stitch them with compose()",
         ) from error
 
 
@@ -156,7 +166,7 @@ def _as_model(
     function = mod["main"]
     kinds = torch.export.graph_signature.InputKind
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-    bounds = {key: int(value) for key, value in dict((function.attrs or {}).get("tir_var_upper_bound", {})).items()}
+    upper, lower = (_bounds(function, f"tir_var_{side}_bound") for side in ("upper", "lower"))
     inputs, weights, params = [], [], {}
     owner: dict[tuple[Any, ...], str] = {}
     first: dict[str, relax.Var] = {}
@@ -168,7 +178,9 @@ def _as_model(
             inputs.append(var.name)
             kept.append(var)
             continue
-        tensor = program.state_dict[spec.target].detach()
+        # Buffers that are not saved, and tensors made in forward(), are constants of the program.
+        tensor = program.constants[spec.target] if spec.target in program.constants else program.state_dict[spec.target]
+        tensor = tensor.detach()
         identity = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         name = owner.setdefault(identity, spec.target) if tensor.numel() else spec.target
         if name in first:
@@ -192,7 +204,8 @@ def _as_model(
         outputs,
         weights=weights,
         modality=modality,
-        upper_bounds={**bounds, **upper_bounds},
+        upper_bounds={**upper, **upper_bounds},
+        lower_bounds={key: value for key, value in lower.items() if value > 0},
     )
     for attribute, value in entry_attributes(described).items():
         function = function.with_attr(attribute, value)
@@ -202,6 +215,10 @@ def _as_model(
     result = relax.transform.CanonicalizeBindings()(result)
     relax.analysis.well_formed(result)
     return Model(result, params, {entry: described}, {entry: modality}, entry)
+
+
+def _bounds(function: relax.Function, attribute: str) -> dict[str, int]:
+    return {str(key): int(value) for key, value in dict((function.attrs or {}).get(attribute, {})).items()}
 
 
 def _array(tensor: Any) -> np.ndarray:
