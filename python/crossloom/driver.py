@@ -27,7 +27,8 @@ class Compiled:
 
     Attributes
     ----------
-    executable : tvm.relax.VMExecutable
+    executable : tvm.relax.VMExecutable or None
+        None where only the passes were asked for.
     model : Model
         The model as built: its module before the virtual machine's lowering, its weights as the entries take them.
     target : tvm.target.Target
@@ -54,6 +55,7 @@ def compile_model(
     disabled: Iterable[str] = (),
     pass_config: Mapping[str, Any] | None = None,
     on_pass: Callable[[str], None] = lambda name: None,
+    build: bool = True,
 ) -> Compiled:
     """Compile a model for a target.
 
@@ -69,11 +71,15 @@ def compile_model(
         TVM's ``PassContext`` configuration.
     on_pass : callable
         Told each pass's name before it runs, for progress.
+    build : bool
+        False runs the passes and leaves out machine code.
 
     Raises
     ------
     UnsupportedModel
-        Naming the pass in which TVM gave up, with its first line.
+        Naming the pass in which TVM gave up, with its last line.
+    UsageError
+        For an unknown pass or option, or a pass configuration that TVM refuses.
     """
     tvm_target = resolve_target(target)
     if tvm_target is None:
@@ -101,11 +107,13 @@ def compile_model(
                     model = fold_weights(replace(model, mod=mod))
                     mod = model.mod
                     seconds[step_name] = time.perf_counter() - start
-            step_name = "build"
-            on_pass(step_name)
-            start = time.perf_counter()
-            executable = relax.build(mod, tvm_target, relax_pipeline=tvm.transform.Sequential(list(vm_lowering())))
-            seconds["build"] = time.perf_counter() - start
+            executable = None
+            if build:
+                step_name = "build"
+                on_pass(step_name)
+                start = time.perf_counter()
+                executable = relax.build(mod, tvm_target, relax_pipeline=tvm.transform.Sequential(list(vm_lowering())))
+                seconds["build"] = time.perf_counter() - start
         except CrossloomError:
             raise
         except Exception as error:

@@ -46,7 +46,7 @@ def command(
             chosen = get_target(target)
             show(f"loading {path.name}")
             loaded = args.load(path, input_shapes, model_format, bind)
-            compiled = compile_model(loaded, chosen, text=pipeline, on_pass=show)
+            compiled = compile_model(loaded, chosen, text=pipeline, on_pass=show, build=False)
             ledger, text = compiled.ledger, compiled.pipeline
             script = code_of(compiled, "tir") if code else ""
     verdicts = list(ledger) if pass_name is None else _of_pass(ledger, pass_name, text)

@@ -7,6 +7,7 @@ import platform
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from tvm.target import codegen
 
@@ -41,9 +42,9 @@ def list_targets() -> dict[str, Target]:
             target = _load(path)
             found[target.name] = with_host_cpu(target) if target.name == "host" else target
 
-    def add(plugin: str, given: object) -> None:
+    def add(plugin: str, given: Any) -> None:
         given = given() if callable(given) else given
-        for path in [given] if isinstance(given, (str, Path)) else list(given):  # type: ignore[call-overload]
+        for path in [given] if isinstance(given, (str, Path)) else list(given):
             target = load_target_file(Path(path))
             if target.name in found:
                 raise UsageError(f"it defines target {target.name!r}, which exists already", "rename it")
