@@ -1,17 +1,22 @@
-"""Recognise scaled dot-product attention, grouped heads included.
+"""Recognise scaled dot-product attention, grouped heads and masks included.
 
     s = R.matmul(q, R.permute_dims(k, [0, 1, 3, 2])); p = R.nn.softmax(s * scale + mask)
     y = R.matmul(p, v)
 ->  y = attention(q, k, v, mask)  # Composite = "crossloom.attention", body = the lines above
 
-Fires for a scale on the scores, on q, on k or on both; an additive mask; k and v repeated per group by
-``expand_dims, broadcast_to, reshape`` or ``repeat`` (heads 0,0,1,1: grouped); ``R.nn.attention`` as it is.
+Fires for a scale on the scores, on q, on k or on both; masks that are added or chosen by ``where``; softmax as an
+operator, spelled out, or guarded against empty rows; k and v repeated per group (heads 0,0,1,1: grouped); heads
+folded into the batch; ``R.nn.attention`` with the transpositions around it.
 Never counts tiled heads (0,1,0,1) as grouped: those stay an operand of their own.
 
-Attributes: ``scale``, ``groups`` (query heads per key head), ``layout`` of q and v (``bhsd`` or ``bshd``),
-``key_layout`` (also ``bhds``: handed over transposed), ``masked``,
-``causal`` (only where the operator says so).  Numerics: exact; the body is the model's own spelling.
-Source: Vaswani et al. 2017; Ainslie et al. 2023.
+Attributes
+    ``scale``; ``groups`` (query heads per key head); ``layout``, ``key_layout``, ``value_layout``, ``out_layout``
+    (``bhsd``, ``bshd``, ``nsd`` with n = batch * heads; ``bhds``, ``nds``: handed over transposed);
+    ``masked``, ``mask_form`` (``add``, ``keep``, ``drop``, ``none``), ``biased`` (a second added operand ``bias``);
+    ``mask``: ``none`` (every key is kept), ``causal`` (proved: key j <= query i), ``causal+offset`` (proved:
+    j <= i + ``offset``; ``offset`` is a number or ``keys-queries``), ``given`` (whatever the operand holds);
+    ``empty_rows``: a query without keys gives ``zero``, or whatever ``softmax`` gives.
+Numerics: exact; the body is the model's own spelling.  Source: Vaswani et al. 2017; Ainslie et al. 2023.
 """
 
 from __future__ import annotations
@@ -23,121 +28,14 @@ from tvm import relax
 from crossloom.rewrite import Graph, Match, Rule, Site
 from crossloom.verdict import Verdict, refuse
 
-from ._match_spelling import dims, either, matched, replay, replayable, same_dims, scalar, sizes
+from ._match_attention import grouped, mask_facts, mask_kind, match_spelled
+from ._match_heads import transposed
+from ._match_spelling import dims, matched, replay, replayable, sizes
 
-
-def repeated_heads(graph: Graph, expr: relax.Expr) -> tuple[relax.Expr, int] | None:
-    """Return (k, n) where ``expr`` (batch, heads * n, seq, dim) repeats each head of k n times in place."""
-    if (call := graph.call(expr, "relax.repeat")) is not None:
-        axis = call.attrs.axis
-        if axis is not None and int(axis) % 4 == 1 and len(dims(call.args[0]) or ()) == 4:
-            return call.args[0], int(call.attrs.repeats)
-        return None
-    if (outer := graph.call(expr, "relax.reshape")) is None:
-        return None
-    if (wide := graph.call(outer.args[0], "relax.broadcast_to")) is None:
-        return None
-    narrow = graph.call(wide.args[0], "relax.expand_dims", "relax.reshape")
-    if narrow is None:
-        return None
-    source = narrow.args[0]
-    before, middle, after = dims(source), dims(wide), dims(expr)
-    one, thin = sizes(wide.args[0]), dims(wide.args[0])
-    if before is None or middle is None or after is None or thin is None or one is None:
-        return None
-    if len(before) != 4 or len(middle) != 5 or len(after) != 4 or one[2] != 1:
-        return None
-    # The new axis must stand behind the heads, or reshape would tile instead of repeat.
-    kept = same_dims(before, [*thin[:2], *thin[3:]]) and same_dims(before, [*middle[:2], *middle[3:]])
-    heads, times, total = sizes(source)[1], sizes(wide)[2], sizes(expr)[1]  # type: ignore[index]
-    if not kept or None in (heads, times, total) or heads * times != total:  # type: ignore[operator]
-        return None
-    if not same_dims([after[0], *after[2:]], [before[0], *before[2:]]):
-        return None
-    return source, int(times)  # type: ignore[arg-type]
-
-
-def _unscaled(graph: Graph, expr: relax.Expr) -> tuple[relax.Expr, float]:
-    """Return (value, factor) with a scalar factor taken off."""
-    if (call := graph.call(expr, "relax.multiply")) is not None:
-        for value, factor in either(call):
-            number = scalar(graph, factor)
-            if number is not None:
-                return value, number
-    if (call := graph.call(expr, "relax.divide")) is not None:
-        number = scalar(graph, call.args[1])
-        if number:
-            return call.args[0], 1.0 / number
-    return expr, 1.0
-
-
-def _keys(graph: Graph, expr: relax.Expr) -> tuple[relax.Expr, str]:
-    """Return (k, layout) of a right operand (batch, heads, dim, seq), before its transposition if it has one."""
-    call = graph.call(expr, "relax.permute_dims")
-    axes = [int(a) % 4 for a in call.attrs.axes] if call is not None and call.attrs.axes is not None else []
-    if call is not None and (not isinstance(expr, relax.Var) or graph.uses(expr) == 1):
-        if axes == [0, 1, 3, 2]:
-            return call.args[0], "bhsd"
-        if axes == [0, 2, 3, 1]:
-            return call.args[0], "bshd"
-    return expr, "bhds"
-
-
-def _scores(graph: Graph, expr: relax.Expr) -> tuple[relax.Expr, relax.Expr, str, float] | None:
-    """Return (q, k, layout of k, scale) of a scaled product."""
-    product, scale = _unscaled(graph, expr)
-    call = graph.call(product, "relax.matmul")
-    if call is None or len(dims(call.args[0]) or ()) != 4:
-        return None
-    q, on_q = _unscaled(graph, call.args[0])
-    keys, on_keys = _unscaled(graph, call.args[1])
-    k, layout = _keys(graph, keys)
-    k, on_k = _unscaled(graph, k)
-    return q, k, layout, scale * on_q * on_keys * on_k
-
-
-def _match_spelled(graph: Graph, root: relax.Var) -> Match | Verdict | None:
-    call = graph.value[root]
-    weights = call.args[0]
-    while (cast := graph.call(weights, "relax.astype")) is not None:
-        weights = cast.args[0]
-    softmax = graph.call(weights, "relax.nn.softmax")
-    if softmax is None:
-        return None
-    rank = len(dims(softmax.args[0]) or ())
-    if rank != 4 or int(softmax.attrs.axis) % 4 != 3:
-        return refuse("softmax-not-over-keys", getattr(weights, "name", ""), f"rank {rank}")
-    inner = softmax.args[0]
-    while (cast := graph.call(inner, "relax.astype")) is not None:
-        inner = cast.args[0]
-    found, mask = _scores(graph, inner), None
-    if found is None and (add := graph.call(inner, "relax.add")) is not None:
-        for left, right in either(add):
-            found = _scores(graph, left)
-            # A mask may be broadcast over heads; it may not make the scores wider.
-            if found is not None and same_dims(dims(left) or (), dims(inner) or ()):
-                mask = right
-                break
-            found = None
-    if found is None:
-        return refuse("scores-not-a-scaled-product", getattr(inner, "name", ""))
-    q, k, key_layout, scale = found
-    v, groups = call.args[1], 1
-    on_k, on_v = repeated_heads(graph, k), repeated_heads(graph, v)
-    if (
-        key_layout == "bhsd"
-        and on_k is not None
-        and on_v is not None
-        and on_k[1] == on_v[1]
-        and graph.uses(k) == 1
-        and graph.uses(v) == 1
-    ):
-        (k, groups), v = on_k, on_v[0]
-    if not math.isfinite(scale):
-        return refuse("scale-not-finite", str(scale))
-    captures = {"q": q, "k": k, "v": v, **({} if mask is None else {"mask": mask})}
-    facts = {"scale": scale, "groups": groups, "layout": "bhsd", "key_layout": key_layout}
-    return matched(graph, root, captures, **facts, masked=mask is not None)
+_ATTRIBUTES = ("scale", "groups", "layout", "key_layout", "value_layout", "out_layout")
+_MASKS = ("masked", "mask_form", "biased", "mask", "offset", "empty_rows")
+_OPERATORS = frozenset({"relax.nn.attention", "relax.nn.attention_bias"})
+_TURN = (0, 2, 1, 3)
 
 
 def _match_operator(graph: Graph, root: relax.Var) -> Match | Verdict | None:
@@ -146,25 +44,71 @@ def _match_operator(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     given = call.attrs.scale
     if given is None and width is None:
         return refuse("scale-unknown", root.name, "head size is symbolic and no scale is given")
+    if call.attrs.window_size is not None:
+        return refuse("attention-windowed", root.name, f"window of {call.attrs.window_size}")
     scale = float(given) if given is not None else 1.0 / math.sqrt(width or 1)
-    causal = str(call.attrs.causal_mask or "")
-    masked = len(call.args) > 3
-    captures = dict(zip(("q", "k", "v", "mask"), call.args, strict=False))
-    facts = {"scale": scale, "groups": 1, "layout": "bshd", "key_layout": "bshd"}
-    return matched(graph, root, captures, **facts, masked=masked, causal=causal)
+    operands, layouts = {}, {}
+    for name, arg in zip(("q", "k", "v"), call.args):
+        operands[name], layouts[name] = transposed(graph, arg, {_TURN: "bhsd"}) or (arg, "bshd")
+    groups = 1
+    if set(layouts.values()) == {"bhsd"}:
+        operands["k"], operands["v"], groups = grouped(graph, operands["k"], operands["v"], operands["q"])
+    shape = [(dims(arg) or [])[1] for arg in call.args[:2]]
+    added = [("add", call.args[3])] if len(call.args) > 3 else []
+    masks = mask_facts(graph, added, shape)
+    if isinstance(masks, Verdict):
+        return masks
+    captures, facts = masks
+    if call.attrs.causal_mask is not None:
+        # The operator's own mask is the mask; what is added beside it is a bias.
+        offset = 0 if str(call.attrs.causal_mask) == "TopLeft" else shape[1] - shape[0]
+        kind, text = mask_kind(offset, shape)
+        captures = {"bias": call.args[3]} if added else {}
+        facts |= {"masked": False, "mask_form": "none", "biased": bool(captures), "mask": kind, "offset": text}
+    facts |= {"scale": scale, "groups": groups, "layout": layouts["q"], "key_layout": layouts["k"]}
+    facts |= {"value_layout": layouts["v"], "out_layout": "bshd", "empty_rows": "softmax"}
+    return matched(graph, root, {**operands, **captures}, **facts)
+
+
+def _match_turned(graph: Graph, root: relax.Var) -> Match | Verdict | None:
+    """Match attention whose result is transposed, once or several times in a row."""
+    core, axes = root, list(range(4))
+    while (call := graph.call(core, "relax.permute_dims")) is not None and len(dims(core) or ()) == 4:
+        if (core is not root and graph.uses(core) > 1) or call.attrs.axes is None:
+            return None
+        axes = [int(call.attrs.axes[a]) % 4 for a in axes]
+        core = call.args[0]
+        if not isinstance(core, relax.Var):
+            return None
+    if core.same_as(root) or graph.uses(core) > 1 or tuple(axes) not in (_TURN, tuple(range(4))):
+        return None
+    if graph.op(core) not in _OPERATORS and graph.op(core) not in ("relax.matmul", "relax.reshape"):
+        return None
+    users = graph.users.get(root, [])
+    if len(users) == 1 and root not in graph.escapes and isinstance(graph.value[users[0]], relax.Call):
+        # The last of several transpositions takes them all.
+        if graph.op(users[0]) == "relax.permute_dims" and isinstance(_match_turned(graph, users[0]), Match):
+            return None
+    found = _match_operator(graph, core) if graph.op(core) in _OPERATORS else match_spelled(graph, core)
+    # A refusal is told at the core.
+    if not isinstance(found, Match) or found.facts["out_layout"] == "nsd":
+        return None
+    facts = dict(found.facts)
+    if tuple(axes) == _TURN:
+        facts["out_layout"] = "bhsd" if facts["out_layout"] == "bshd" else "bshd"
+    return matched(graph, root, found.captures, **facts)
 
 
 def _outline(site: Site) -> relax.Expr:
     facts = site.match.facts
-    attrs = {k: facts[k] for k in ("scale", "groups", "layout", "key_layout", "masked")}
-    attrs["causal"] = facts.get("causal", "")
-    return replay(site, "crossloom.attention", attrs)
+    return replay(site, "crossloom.attention", {name: facts[name] for name in (*_ATTRIBUTES, *_MASKS)})
 
 
 def attention_rules() -> list[Rule]:
-    """Return the rules, in order of priority."""
-    operators = frozenset({"relax.nn.attention", "relax.nn.attention_bias"})
+    """Return the rules, in order of priority: what takes most lines along comes first."""
     return [
-        Rule("attention", operators, _match_operator, _outline, legal=replayable),
-        Rule("attention", frozenset({"relax.matmul"}), _match_spelled, _outline, legal=replayable),
+        Rule("attention", frozenset({"relax.permute_dims"}), _match_turned, _outline, legal=replayable),
+        Rule("attention", _OPERATORS, _match_operator, _outline, legal=replayable),
+        Rule("attention", frozenset({"relax.reshape"}), match_spelled, _outline, legal=replayable),
+        Rule("attention", frozenset({"relax.matmul"}), match_spelled, _outline, legal=replayable),
     ]
