@@ -26,6 +26,7 @@ _INDEX = (
     "relax.reshape",
     "relax.expand_dims",
     "relax.squeeze",
+    "relax.take",
 )
 _ARITHMETIC = ("relax.add", "relax.subtract", "relax.multiply")
 
@@ -66,6 +67,11 @@ class LaneAlgebra:
         The rotated value; its last axis holds the lanes, the axes before stay in place.
     through_slices : bool
         Whether a sliced table counts as lanes of the whole one.
+
+    Attributes
+    ----------
+    tails : dict of int to tuple of int
+        By the hash of a table: the last dimensions that its lanes number.
     """
 
     def __init__(self, graph: Graph, x: relax.Var, through_slices: bool = False) -> None:
@@ -74,6 +80,7 @@ class LaneAlgebra:
         self.lead = len(self.lead_dims)
         self.depends: dict[relax.Var, bool] = {}
         self.done: dict[relax.Var, Lanes] = {}
+        self.tails: dict[int, tuple[int, ...]] = {}
 
     def reads_x(self, expr: relax.Expr) -> bool:
         """Return whether a value is made from x by operators of the algebra."""
@@ -108,7 +115,9 @@ class LaneAlgebra:
         if self.through_slices and call is not None and len(tail) == 1:
             begin = _last_axis_slice(self.graph, call)
             if begin is not None:
-                leaf, lanes = call.args[0], begin
+                leaf, lanes, own = call.args[0], begin, sizes(call.args[0])[-1:]  # type: ignore[index]
+        if self.tails.setdefault(hash(leaf), tuple(own)) != tuple(own):  # type: ignore[arg-type]
+            raise NotLanes
         try:
             lanes = np.broadcast_to(lanes, tail)
         except ValueError as error:
@@ -145,6 +154,8 @@ class LaneAlgebra:
             return [t.map(lambda a: a.reshape(tail)) for t in self.of(args[0])]
         if op == "relax.strided_slice":
             return self._slice(value)
+        if op == "relax.take":
+            return self._take(value)
         if op in ("relax.concat", "relax.stack"):
             return self._join(value, op)
         if op in ("relax.add", "relax.subtract"):
@@ -198,6 +209,17 @@ class LaneAlgebra:
         for axis, part in slices(call):
             where[self._axis(axis, rank)] = part
         return [t.map(lambda a: a[tuple(where)]) for t in self.of(source)]
+
+    def _take(self, call: relax.Call) -> Lanes:
+        """One lane of an axis of the tail, as ``x[..., 0]`` is imported."""
+        number = scalar(self.graph, call.args[1])
+        if call.attrs.axis is None or number is None or dims(call.args[1]):
+            raise NotLanes
+        rank = len(dims(call.args[0]) or ())
+        axis = self._axis(int(call.attrs.axis), rank)
+        if not 0 <= int(number) < _tail(call.args[0], self.lead)[axis]:
+            raise NotLanes
+        return [t.map(lambda a: a.take(int(number), axis)) for t in self.of(call.args[0])]
 
     def _join(self, call: relax.Call, op: str) -> Lanes:
         fields = list(getattr(self.graph.resolve(call.args[0]), "fields", ()))

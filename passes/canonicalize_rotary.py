@@ -6,24 +6,55 @@
 Fires when every output lane is proved to be ``x[a] cos - x[b] sin`` or ``x[b] cos + x[a] sin`` with pairs (a, b)
 of a known convention: ``half-split`` (i, i + h) or ``interleaved`` (2i, 2i + 1); lanes behind ``rotary_dim``
 may pass through unchanged.
-Never for mixed pairs, the opposite direction, scaled lanes, or tables read in another lane order.
+Never for mixed pairs, the opposite direction, scaled lanes, tables read in another lane order, exchanged tables,
+or tables proved to turn the lanes of a pair by different angles.
 
-Attributes: ``convention``, ``rotary_dim``, ``table`` (``full``: a table lane per output lane, ``half``: per pair),
-``axes`` (``given``: positions are whatever the tables hold: 1-D, 2-D, M-RoPE).
+Attributes:
 
-Numerics: exact; the body is the model's own spelling.  Source: Su et al. 2021.
+``convention``, ``rotary_dim`` (lanes)
+``table``
+    ``full``: a table lane per output lane, ``half``: per pair.
+``pair_equal``
+    Whether both lanes of every pair are proved to read equal cos and equal sin.  False where the tables are given
+    (parameters): the composite is right all the same, output lane n reads table lane n; a kernel that keeps one
+    table lane a pair may be used only where this is True.
+``axes``
+    ``1d``: angle = position * frequency, one position a token; ``2d``: two positions a token, each turning some of
+    the pairs (row and column); ``mrope``: three (time, height, width); ``given``: not proved, whatever the tables
+    hold.  Except for ``given``:
+``sections``, ``pair_axis``
+    Number of pairs of each axis, and the axis of each pair; axes are numbered as they first appear.
+``scale``
+    Factor of both tables (1.0 where none).
+``inv_freq``, ``theta``
+    Frequency of each pair (radians a position) where constant, and its base where ``inv_freq`` is geometric.
+
+Positions read through a table (``take(cos_cache, ids)``) are taken to lie within it.
+
+Numerics: exact; the body is the model's own spelling.  Source: Su et al. 2021; M-RoPE: Wang et al. 2024 (Qwen2-VL).
 """
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from tvm import relax
 
 from crossloom.rewrite import Graph, Match, Rule, Site
-from crossloom.verdict import Verdict, refuse
+from crossloom.verdict import Verdict
 
-from ._match_lanes import MOST_NODES, LaneAlgebra, NotLanes, Term
+from ._match_angles import table_facts
+from ._match_elements import Elements
+from ._match_lanes import MOST_NODES, LaneAlgebra, NotLanes
+from ._match_pairs import Rotation, classify
+from ._match_products import Product
 from ._match_spelling import dims, matched, replay, replayable, same_dims
+
+#: By function; all rotations of a model share a few tables.
+_ELEMENTS: weakref.WeakKeyDictionary[Graph, Elements] = weakref.WeakKeyDictionary()
 
 _WALKED = frozenset(
     {
@@ -39,6 +70,7 @@ _WALKED = frozenset(
         "relax.reshape",
         "relax.expand_dims",
         "relax.squeeze",
+        "relax.take",
     }
 )
 
@@ -68,71 +100,27 @@ def _candidates(graph: Graph, root: relax.Var) -> list[relax.Var]:
     return out
 
 
-def _lane(terms: list[Term], lane: int) -> list[tuple[float, tuple[tuple[relax.Expr, int], ...]]]:
-    return [
-        (float(t.coefficient[lane]), tuple((leaf, int(lanes[lane])) for leaf, lanes in t.factors))
-        for t in terms
-        if t.coefficient[lane] != 0
-    ]
+def _lanes_of(elements: Elements, table: relax.Expr, tail: tuple[int, ...], lanes: Sequence[int]) -> list[Product]:
+    """Return what lanes of a table hold, the axes before left free."""
+    lead = len(dims(table) or ()) - len(tail)
+    # Counted from the right, so that tables of different rank agree on which axis is which.
+    free = tuple(("axis", lead - n) for n in range(lead))
+    return [elements.of(table, (*free, *(int(i) for i in np.unravel_index(lane, tail)))) for lane in lanes]
 
 
-def classify(terms: list[Term], x: relax.Var, width: int) -> dict[str, object] | Verdict | None:
-    """Return the convention and tables of lanes, a refusal where they rotate in no known way, None for no rotation."""
-    partner, sign, cos_lane, sin_lane = ([0] * width for _ in range(4))
-    tables: dict[str, relax.Expr] = {}
-    rotated = width
-    for lane in range(width):
-        parts = _lane(terms, lane)
-        if len(parts) == 1 and len(parts[0][1]) == 1:
-            if parts[0][0] != 1.0 or parts[0][1][0][1] != lane:
-                return None
-            rotated = min(rotated, lane)
-            continue
-        if len(parts) != 2 or any(len(p[1]) != 2 or not p[1][0][0].same_as(x) for p in parts):
-            return None
-        own = [p for p in parts if p[1][0][1] == lane]
-        other = [p for p in parts if p[1][0][1] != lane]
-        if len(own) != 1 or len(other) != 1:
-            return None
-        if rotated < lane:
-            return refuse("rotated-lanes-not-first", str(lane))
-        if own[0][0] != 1.0 or abs(other[0][0]) != 1.0:
-            return refuse("lanes-scaled", str(lane))
-        for role, part, lanes in (("cos", own[0], cos_lane), ("sin", other[0], sin_lane)):
-            table, lanes[lane] = part[1][1]
-            if not tables.setdefault(role, table).same_as(table):
-                return refuse("several-tables", getattr(table, "name", ""))
-        partner[lane], sign[lane] = other[0][1][0][1], int(other[0][0])
-    if len(tables) < 2 or rotated % 2 or rotated == 0:
-        return None
-    half, lanes_ = rotated // 2, np.arange(rotated)
-    split = np.where(lanes_ < half, lanes_ + half, lanes_ - half), np.where(lanes_ < half, -1, 1), lanes_ % half
-    paired = lanes_ ^ 1, np.where(lanes_ % 2 == 0, -1, 1), lanes_ // 2
-    for convention, (mate, turn, pair) in (("half-split", split), ("interleaved", paired)):
-        if not np.array_equal(partner[:rotated], mate):
-            continue
-        if np.array_equal(sign[:rotated], -turn):
-            return refuse("rotates-backwards", x.name)
-        if not np.array_equal(sign[:rotated], turn):
-            return refuse("not-a-rotation", x.name)
-        for kind, want in (("full", lanes_), ("half", pair)):
-            if np.array_equal(cos_lane[:rotated], want) and np.array_equal(sin_lane[:rotated], want):
-                return {"convention": convention, "rotary_dim": rotated, "table": kind, **tables}
-        return refuse("table-lanes-in-another-order", getattr(tables["cos"], "name", ""))
-    return refuse("unknown-convention", x.name)
-
-
-def _made_by(graph: Graph, table: relax.Expr, wrong: str) -> bool:
-    """Return whether a table is plainly the values of the function it must not be."""
-    views = ("astype", "expand_dims", "reshape", "squeeze", "concat", "multiply", "permute_dims", "strided_slice")
-    for _ in range(MOST_NODES):
-        if graph.op(table) == wrong:
-            return True
-        call = graph.call(table, *(f"relax.{v}" for v in views))
-        if call is None:
-            return False
-        table = call.args[0].fields[0] if isinstance(call.args[0], relax.Tuple) else call.args[0]
-    return False
+def _facts(graph: Graph, algebra: LaneAlgebra, found: Rotation) -> dict[str, Any] | Verdict:
+    """Return what the tables hold; elements already read in this function are remembered."""
+    if graph not in _ELEMENTS:
+        _ELEMENTS[graph] = Elements(weakref.proxy(graph))
+    elements = _ELEMENTS[graph]
+    cos, sin = (
+        _lanes_of(elements, table, algebra.tails[hash(table)], lanes)
+        for table, lanes in ((found.cos, found.cos_lanes), (found.sin, found.sin_lanes))
+    )
+    facts = table_facts(elements, cos, sin, found.pairs)
+    if isinstance(facts, Verdict):
+        return facts
+    return {"convention": found.convention, "rotary_dim": found.dim, "table": found.table, **facts}
 
 
 def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
@@ -141,24 +129,23 @@ def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     for x, through in ((x, t) for x in _candidates(graph, root) for t in (False, True)):
         width = (dims(root) or [0])[-1]
         try:
-            terms = LaneAlgebra(graph, x, through).of(root)
-            found = classify(terms, x, int(width))
+            algebra = LaneAlgebra(graph, x, through)
+            found = classify(algebra.of(root), x, int(width))
         except (NotLanes, TypeError):
             continue
         if isinstance(found, Verdict):
             refusal = refusal or found
         elif found is not None:
-            cos, sin = found.pop("cos"), found.pop("sin")
-            if _made_by(graph, cos, "relax.sin") or _made_by(graph, sin, "relax.cos"):
-                return refuse("tables-exchanged", x.name)
-            return matched(graph, root, {"x": x, "cos": cos, "sin": sin}, **found)
+            facts = _facts(graph, algebra, found)
+            if isinstance(facts, Verdict):
+                refusal = refusal or facts
+            else:
+                return matched(graph, root, {"x": x, "cos": found.cos, "sin": found.sin}, **facts)
     return refusal
 
 
 def _outline(site: Site) -> relax.Expr:
-    facts = site.match.facts
-    attrs = {key: facts[key] for key in ("convention", "rotary_dim", "table")}
-    return replay(site, "crossloom.rotary", {**attrs, "axes": "given"})
+    return replay(site, "crossloom.rotary", site.match.facts)
 
 
 def rotary_rules() -> list[Rule]:
