@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from .bisection import Culprit
 from .execution import BundleExecutor, Call, Executor, HostExecutor, as_model, make_calls
+from .instrument import NumericsBudgetExceeded, NumericsInstrument
 from .repro import replay, write_repro
 from .runner import random_inputs, run_module
 from .stages import Record, Stage, compile_stages, contract_of, render, walk
@@ -18,6 +19,8 @@ __all__ = [
     "Culprit",
     "Executor",
     "HostExecutor",
+    "NumericsBudgetExceeded",
+    "NumericsInstrument",
     "Record",
     "Stage",
     "as_model",

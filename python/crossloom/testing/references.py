@@ -12,7 +12,7 @@ Array = np.ndarray
 def softmax(x: Array, axis: int = -1) -> Array:
     """Return the softmax; a row that is ``-inf`` throughout gives zeros."""
     x = x.astype("float64")
-    top = x.max(axis=axis, keepdims=True)
+    top = x.max(axis=axis, keepdims=True, initial=-np.inf)
     e = np.exp(x - np.where(np.isfinite(top), top, 0.0))
     total = e.sum(axis=axis, keepdims=True)
     return np.divide(e, total, out=np.zeros_like(e), where=total > 0)
@@ -76,17 +76,37 @@ def rotary(x: Array, angles: Array, convention: str = "half-split") -> Array:
 
 
 def attention(
-    q: Array, k: Array, v: Array, mask: Array | None = None, causal: bool = False, scale: float | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    *,
+    keep: Array | None = None,
+    hidden: float = -math.inf,
 ) -> Array:
     """Return attention over (batch, heads, seq, dim); fewer key heads than query heads is GQA.
 
-    Causal aligns the last query with the last key. A fully masked row gives zeros.
+    Parameters
+    ----------
+    mask : numpy.ndarray, optional
+        Added to the scores.
+    causal : bool
+        Hides later keys; the last query is aligned with the last key.
+    scale : float, optional
+        Of the scores; ``1 / sqrt(dim)`` when missing.
+    keep : numpy.ndarray of bool, optional
+        Where false, the score is ``hidden``.  A row that is ``-inf`` throughout gives zeros.
     """
     ratio = q.shape[1] // k.shape[1]
     k, v = (np.repeat(t.astype("float64"), ratio, axis=1) for t in (k, v))
-    scores = np.einsum("bhqd,bhkd->bhqk", q.astype("float64"), k) * (scale or 1.0 / math.sqrt(q.shape[-1]))
+    scores = np.einsum("bhqd,bhkd->bhqk", q.astype("float64"), k)
+    scores = scores * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if mask is not None:
         scores = scores + mask.astype("float64")
+    if keep is not None:
+        scores = np.where(keep, scores, hidden)
     if causal:
         rows, columns = scores.shape[-2:]
         scores = np.where(np.arange(columns) <= np.arange(rows)[:, None] + columns - rows, scores, -np.inf)
