@@ -130,7 +130,7 @@ def build_options(owner: str, kind: type | None, given: Mapping[str, Any]) -> di
     >>> build_options("fuse", Options, {"max-bytes": "many"})
     Traceback (most recent call last):
     ...
-    crossloom.errors.UsageError: fuse: max_bytes='many' is not a int
+    crossloom.errors.UsageError: fuse: max-bytes='many' is not a int
     """
     hints = typing.get_type_hints(kind) if kind is not None else {}
     out: dict[str, Any] = {}

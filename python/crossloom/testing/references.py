@@ -10,7 +10,14 @@ Array = np.ndarray
 
 
 def softmax(x: Array, axis: int = -1) -> Array:
-    """Return the softmax; a row that is ``-inf`` throughout gives zeros."""
+    """Return the softmax; a row that is ``-inf`` throughout gives zeros.
+
+    Examples
+    --------
+    >>> softmax(np.array([[0.0, 0.0], [-np.inf, -np.inf]]))
+    array([[0.5, 0.5],
+           [0. , 0. ]])
+    """
     x = x.astype("float64")
     top = x.max(axis=axis, keepdims=True, initial=-np.inf)
     e = np.exp(x - np.where(np.isfinite(top), top, 0.0))
@@ -60,6 +67,14 @@ def rotary(x: Array, angles: Array, convention: str = "half-split") -> Array:
         Radians. For 2-D positions, concatenate row angles and column angles along the last axis.
     convention : str
         ``"half-split"`` pairs (i, i + rotated/2); ``"interleaved"`` pairs (2i, 2i + 1) (Su et al., 2021).
+
+    Examples
+    --------
+    >>> quarter = np.full((1, 2), math.pi / 2)
+    >>> rotary(np.array([[1, 2, 3, 4, 9]]), quarter).round()
+    array([[-3., -4.,  1.,  2.,  9.]])
+    >>> rotary(np.array([[1, 2, 3, 4, 9]]), quarter, "interleaved").round()
+    array([[-2.,  1., -4.,  3.,  9.]])
     """
     x, half = x.astype("float64"), angles.shape[-1]
     if convention == "half-split":

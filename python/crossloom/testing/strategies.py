@@ -2,7 +2,22 @@
 
 Every strategy also draws what passes forget: float16, ragged and one-element sizes, static lengths or a symbolic one
 (run at 0, 1 and some tokens), one entry or two, weights as parameters or constants, duplicated outputs and
-nested tuples.  A strategy of your own calls :func:`build`.
+nested tuples.  A strategy of your own calls :func:`build`:
+
+>>> import numpy as np
+>>> from hypothesis import strategies as st
+>>> from tvm import relax
+>>> from crossloom.numerics import EXACT
+>>> from crossloom.testing import assert_pass_preserves
+>>> @st.composite
+... def scaled_relu(draw):
+...     d, dtype = draw(st.integers(1, 4)), draw(st.sampled_from(["float32", "float16"]))
+...     def emit(bb, p):
+...         return [relax.op.nn.relu(bb.emit(relax.op.multiply(p[0], p[1])))]
+...     def reference(x):
+...         return [np.maximum(x[0].astype("float64") * x[1].astype("float64"), 0)]
+...     return build(draw, [("n", d), (d,)], emit, reference, dtype)
+>>> assert_pass_preserves(relax.transform.Normalize(), scaled_relu(), numerics=EXACT, max_examples=2)
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Case:
         float64 reference by entry, over all parameters.
     """
 
-    mod: tvm.ir.IRModule
+    mod: tvm.ir.IRModule = field(repr=False)
     sizes: tuple[Mapping[str, int], ...]
     dtype: str
     references: Mapping[str, Reference] = field(repr=False)

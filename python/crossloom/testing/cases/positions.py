@@ -44,7 +44,7 @@ def emit_rotary(
         axis = len(x.ty.shape)
         pairs = [bb.emit(relax.op.expand_dims(t, axis)) for t in (bb.emit(relax.op.negative(odd)), even)]
         stacked = bb.emit(relax.op.concat(pairs, axis=axis))
-        crossed = bb.emit(relax.op.reshape(stacked, relax.ShapeExpr([*x.ty.shape[:-1], 2 * half])))
+        crossed = bb.emit(relax.op.reshape(stacked, relax.ShapeExpr([*list(x.ty.shape)[:-1], 2 * half])))
     left, right = bb.emit(relax.op.multiply(turned, cos)), bb.emit(relax.op.multiply(crossed, sin))
     out = bb.emit(relax.op.add(left, right))
     return out if dim == 2 * half else _joined(bb, [out, _part(bb, x, 2 * half, dim)])

@@ -125,15 +125,19 @@ def embedding(draw: Any) -> Case:
 
 @st.composite
 def pooled_sum(draw: Any) -> Case:
-    """The sum over a sequence, and its product with a weight: an output of one size at every length, none included."""
+    """The sum over a class token and a sequence, and its product with a weight: outputs of one size at every length.
+
+    The token is there because TVM leaves a sum over nothing undefined.
+    """
     d, m, dtype = draw(DIMS), draw(DIMS), draw(DTYPES)
 
     def emit(bb: relax.BlockBuilder, p: list[relax.Expr]) -> list[relax.Expr]:
-        pooled = bb.emit(relax.op.sum(p[0], axis=0, keepdims=True))
-        return [bb.emit(relax.op.matmul(pooled, p[1])), pooled]
+        tokens = bb.emit(relax.op.concat([p[1], p[0]], axis=0))
+        pooled = bb.emit(relax.op.sum(tokens, axis=0, keepdims=True))
+        return [bb.emit(relax.op.matmul(pooled, p[2])), pooled]
 
     def reference(x: list[np.ndarray]) -> list[np.ndarray]:
-        pooled = x[0].astype("float64").sum(0, keepdims=True)
-        return [pooled @ x[1].astype("float64"), pooled]
+        pooled = np.concatenate([x[1], x[0]]).astype("float64").sum(0, keepdims=True)
+        return [pooled @ x[2].astype("float64"), pooled]
 
-    return build(draw, [("n", d), (d, m)], emit, reference, dtype)
+    return build(draw, [("n", d), (1, d), (d, m)], emit, reference, dtype)
