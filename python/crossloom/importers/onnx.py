@@ -15,6 +15,7 @@ from tvm import relax
 from crossloom.errors import UnsupportedModel
 from crossloom.importers import onnx_check, onnx_convert
 from crossloom.importers.gather import bound_gathers
+from crossloom.importers.onnx_branches import flatten_branches
 from crossloom.importers.onnx_load import WEIGHT_TYPES, WIDENED, has_nan, load, read_tensor
 from crossloom.importers.onnx_quantized import fold_dequantize, fold_matmul_nbits
 from crossloom.importers.onnx_shapes import input_types
@@ -95,12 +96,13 @@ def _import(
         for value in graph.output:
             value.type.tensor_type.ClearField("shape")
     onnx_check.check_graph(model)
+    guarded = flatten_branches(graph)
     constants, weights, defaults, nodes = _split(graph, folder, opset)
     converted = onnx.GraphProto(name=graph.name)
     converted.node.extend(nodes)
     converted.input.extend(graph.input)
     converted.output.extend(graph.output)
-    mod = onnx_convert.convert(converted, opset, shapes, constants, weights)
+    mod = onnx_convert.convert(converted, opset, shapes, constants, weights, guarded)
     return _finish(mod, graph, weights, defaults, entry, modality, upper_bounds)
 
 

@@ -25,16 +25,18 @@ def group_query_attention(c: Call) -> list[Any]:
     """Convert GroupQueryAttention.
 
     Sequence b of the batch has ``past = max(seqlens_k[b] + 1 - seq, 0)`` tokens in its cache; its new keys
-    follow directly on those, and query i attends to keys 0 .. past + i.  The present cache is
-    ``past_seq + seq`` long: in it, what lies beyond ``past + seq`` has no meaning (shorter sequences of a batch).
+    follow directly on those, and query i attends to keys 0 .. past + i, with a ``local_window_size`` of w
+    only to the last w of them.  A ``softcap`` of c turns scaled scores s into ``c tanh(s / c)``.  The present
+    cache is ``past_seq + seq`` long: in it, what lies beyond ``past + seq`` has no
+    meaning (shorter sequences of a batch).
     Source: the operator's documentation in ONNX Runtime's ContribOperators.md.
 
     Raises
     ------
     UnsupportedModel
-        Quantized caches, sliding windows, soft caps, attention sinks, or sizes that disagree.
+        Quantized caches, attention sinks, or sizes that disagree.
     """
-    c.refuse(local_window_size=-1, softcap=0.0, smooth_softmax=0, qk_output=0, kv_cache_bit_width=0)
+    c.refuse(smooth_softmax=0, qk_output=0, kv_cache_bit_width=0)
     for index, what in ((11, "head_sink"), (12, "k_scale"), (13, "v_scale")):
         if c.arg(index) is not None:
             raise UnsupportedModel(f"{c.where}: {what} is not supported", "export without it")
@@ -82,15 +84,20 @@ def group_query_attention(c: Call) -> list[Any]:
         tail = c.emit(op.subtract(_scalar(c, old), past))
         moved = c.emit(op.add(t, c.emit(op.expand_dims(tail, 1))))
         source = c.emit(op.where(c.emit(op.less(t, c.emit(op.expand_dims(past, 1)))), t, moved))
-        last = _scalar(c, total - 1)
-        source = c.emit(op.maximum(c.emit(op.minimum(source, last)), const(0)))
         source = c.emit(op.expand_dims(source, [1, 3]))
         source = c.emit(op.broadcast_to(source, [batch, groups, total, dim]))
         k = c.emit(op.gather_elements(c.emit(op.concat([past_key, k], 2)), source, 2))
         v = c.emit(op.gather_elements(c.emit(op.concat([past_value, v], 2)), source, 2))
 
     keys = c.emit(op.reshape(c.emit(op.arange(0, total, 1, "int64")), [1, 1, 1, total]))
-    allowed = c.emit(op.less_equal(keys, c.emit(op.expand_dims(position, [1, 3]))))
+    own = c.emit(op.expand_dims(position, [1, 3]))
+    allowed = c.emit(op.less_equal(keys, own))
+    window = int(c.attrs.get("local_window_size", -1))
+    if window == 0 or window < -1:
+        raise UnsupportedModel(f"{c.where}: local_window_size={window}", "give the tokens to attend to, or -1 for all")
+    if window > 0:
+        oldest = c.emit(op.subtract(own, const(window - 1)))
+        allowed = c.emit(op.logical_and(allowed, c.emit(op.greater_equal(keys, oldest))))
     bias = c.emit(op.where(allowed, relax.const(0.0, "float32"), relax.const(_MASKED, "float32")))
     if c.arg(10) is not None:
         bias = c.emit(op.add(bias, c.emit(op.astype(c.arg(10), "float32"))))
@@ -101,6 +108,10 @@ def group_query_attention(c: Call) -> list[Any]:
     q = c.emit(op.multiply(wide(q), relax.const(scale, "float32")))
     q = c.emit(op.reshape(q, [batch, groups, rows, dim]))
     scores = c.emit(op.matmul(q, c.emit(op.permute_dims(wide(k), [0, 1, 3, 2]))))
+    cap = float(c.attrs.get("softcap", 0.0))
+    if cap > 0:
+        scores = c.emit(op.tanh(c.emit(op.divide(scores, relax.const(cap, "float32")))))
+        scores = c.emit(op.multiply(scores, relax.const(cap, "float32")))
     scores = c.emit(op.add(c.emit(op.reshape(scores, [batch, heads, seq, total])), bias))
     weights = c.emit(op.reshape(c.emit(op.nn.softmax(scores, -1)), [batch, groups, rows, total]))
     y = c.emit(op.reshape(c.emit(op.matmul(weights, wide(v))), [batch, heads, seq, dim]))

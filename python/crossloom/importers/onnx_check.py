@@ -13,6 +13,7 @@ from crossloom.importers.onnx_load import MAX_ELEMENTS, WEIGHT_TYPES, checked_di
 MIN_OPSET, MAX_OPSET = 7, 24
 #: ONNX Runtime's optimiser writes these into the default domain, where the standard does not know them.
 _ORT_IN_DEFAULT_DOMAIN = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
+_LOOPS = ("Loop", "Scan", "SequenceMap")
 _SMALL_BYTES = 4096
 _DEFAULT_DOMAINS = ("", "ai.onnx")
 _MAX_NESTING = 16
@@ -66,12 +67,8 @@ def describe(node: onnx.NodeProto) -> str:
 def check_operators(graph: onnx.GraphProto, supported: Callable[[str, str], bool]) -> None:
     """Raise one :class:`UnsupportedModel` that names every operator without a converter."""
     missing: dict[tuple[str, str], list[str]] = {}
-    nodes = [(node, True) for node in graph.node]
-    nodes += [(node, False) for top in graph.node for node in list(walk_nodes([top]))[1:]]
-    for node, outermost in nodes:
-        # Branches are converted by TVM alone, which does not look at domains.
-        inside = not outermost and node.domain not in _DEFAULT_DOMAINS
-        if inside or not supported(node.domain, node.op_type):
+    for node in walk(graph):
+        if not supported(node.domain, node.op_type):
             name = node.name or next((o for o in node.output if o), "")
             missing.setdefault((node.domain or "ai.onnx", node.op_type), []).append(name)
     if missing:
@@ -81,7 +78,9 @@ def check_operators(graph: onnx.GraphProto, supported: Callable[[str, str], bool
             parts.append(f"{domain}.{op_type} ({len(names)}x: {where})")
         raise UnsupportedModel(
             f"operators without a converter: {'; '.join(parts)}",
-            "rewrite them with standard operators before exporting",
+            "loops are not compiled: unroll them, or run the loop around the model, one step a call"
+            if all(op_type in _LOOPS for _, op_type in missing)
+            else "rewrite them with standard operators before exporting",
         )
 
 

@@ -17,8 +17,10 @@ from crossloom.errors import CrossloomError, UnsupportedModel
 from crossloom.importers import onnx_shaped
 from crossloom.importers.onnx_affine import AFFINE
 from crossloom.importers.onnx_attention import ATTENTION
+from crossloom.importers.onnx_branches import DOMAIN, SELECT
 from crossloom.importers.onnx_check import describe, reads
 from crossloom.importers.onnx_contrib import NORMS, Call, Converter
+from crossloom.importers.onnx_evaluators import evaluate
 from crossloom.importers.onnx_gather import GATHERS
 from crossloom.importers.onnx_symbolic import ShapeMath, Value
 
@@ -38,6 +40,7 @@ def supported(domain: str, op_type: str) -> bool:
     return (
         domain == ""
         and op_type not in _NOT_STANDARD
+        and op_type not in ("Loop", "Scan", "SequenceMap")
         and (op_type in ("If", "Constant") or op_type in frontend._get_convert_map())
     )
 
@@ -53,13 +56,21 @@ class Importer(frontend.ONNXGraphImporter):
         Tensors inlined into the function.
     weights : dict of str to numpy.ndarray
         Tensors that become parameters after the inputs.
+    guarded : set of str
+        Names made inside branches, whose nodes may fail until somebody wants them.
     """
 
     def __init__(
-        self, shapes: dict[str, Any], constants: dict[str, np.ndarray], weights: dict[str, np.ndarray]
+        self,
+        shapes: dict[str, Any],
+        constants: dict[str, np.ndarray],
+        weights: dict[str, np.ndarray],
+        guarded: set[str],
     ) -> None:
         super().__init__(shapes, {}, keep_params_in_input=True, sanitize=False)
         self.constants, self.weights = constants, dict(weights)
+        self.guarded = guarded
+        self.failed: dict[str, UnsupportedModel] = {}
         self.math = ShapeMath()
         self.values: dict[str, Value] = {}
 
@@ -82,22 +93,49 @@ class Importer(frontend.ONNXGraphImporter):
         for node in graph.node:
             where = describe(node)
             try:
+                self._want(node)
                 self._one(node, where)
-            except CrossloomError:
-                raise
             except Exception as err:
-                text = str(err).strip().splitlines() or [type(err).__name__]
-                raise UnsupportedModel(
-                    f"{where}: cannot be converted: {text[-1][:400]}", "rewrite this node, or report it"
-                ) from err
+                error = err if isinstance(err, CrossloomError) else _unconvertible(where, err)
+                if not isinstance(error, UnsupportedModel) or not self.guarded.intersection(node.output):
+                    raise error from err
+                self.failed.update(dict.fromkeys(node.output, error))
+        self._want(onnx.NodeProto(input=[value.name for value in graph.output]))
         for value in graph.output:
             self._materialise([value.name])
             expr = self._nodes[value.name]
             if isinstance(expr.ty, relax.ShapeType):
                 self._nodes[value.name] = self.bb.emit(relax.op.shape_to_tensor(expr))
 
+    def _want(self, node: onnx.NodeProto) -> None:
+        """Raise what kept an operand from being made; a select node asks for itself."""
+        failed = None if node.op_type == SELECT else next((n for n in node.input if n in self.failed), None)
+        if failed is not None:
+            raise self.failed[failed]
+
+    def _select(self, node: onnx.NodeProto, where: str) -> None:
+        """Take one branch's result where the condition is known, else choose element by element."""
+        condition, (output,) = node.input[0], node.output
+        self._want(onnx.NodeProto(input=[condition]))
+        known = self.values.get(condition)
+        if known is not None and known.constant:
+            name = node.input[1 if known.list()[0] else 2]
+            self._want(onnx.NodeProto(input=[name]))
+            if name in self.values:
+                self.values[output] = self.values[name]
+            else:
+                self._nodes[output] = self._nodes[name]
+            return
+        self._want(onnx.NodeProto(input=list(node.input)))
+        self._materialise(list(node.input))
+        flag, first, second = (self._nodes[name] for name in node.input)
+        self._nodes[output] = onnx_shaped.select(self.math, where, self.bb, flag, first, second)
+
     def _one(self, node: onnx.NodeProto, where: str) -> None:
         domain = "" if node.domain == "ai.onnx" else node.domain
+        if (domain, node.op_type) == (DOMAIN, SELECT):
+            self._select(node, where)
+            return
         if domain == "" and self._shape_arithmetic(node, where):
             return
         self._materialise(reads(node))
@@ -151,7 +189,7 @@ class Importer(frontend.ONNXGraphImporter):
         elif op_type == "Size" and data is not None:
             value = onnx_shaped.size_value(m, data)
         else:
-            value = m.evaluate(op_type, self.opset, given, attrs)
+            value = evaluate(m, op_type, self.opset, given, attrs)
         if value is not None:
             self.values[node.output[0]] = value
             return True
@@ -176,15 +214,21 @@ class Importer(frontend.ONNXGraphImporter):
         return True
 
 
+def _unconvertible(where: str, err: Exception) -> UnsupportedModel:
+    text = str(err).strip().splitlines() or [type(err).__name__]
+    return UnsupportedModel(f"{where}: cannot be converted: {text[-1][:400]}", "rewrite this node, or report it")
+
+
 def convert(
     graph: onnx.GraphProto,
     opset: int,
     shapes: dict[str, Any],
     constants: dict[str, np.ndarray],
     weights: dict[str, np.ndarray],
+    guarded: set[str],
 ) -> Any:
     """Return the module of a checked graph: `main`, whose parameters are its inputs and all of `weights`."""
-    importer = Importer(shapes, constants, weights)
+    importer = Importer(shapes, constants, weights, guarded)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

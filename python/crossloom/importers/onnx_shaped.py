@@ -176,3 +176,22 @@ def strided_slice(m: ShapeMath, where: str, bb: Any, x: Any, parts: list[Value |
     end = [e if m.same(e, dims[a]) else m.maximum(b, e) for b, e, a in zip(begin, end, axes)]
     prim = lambda values: [relax.prim_value(v) for v in values]
     return bb.emit(op.strided_slice(x, axes, prim(begin), prim(end), prim(steps), assume_inbound=True))
+
+
+def select(m: ShapeMath, where: str, bb: Any, flag: Any, first: Any, second: Any) -> Any:
+    """Choose between two tensors of one type by a boolean tensor of one element."""
+    shapes, types = [known_dims(x) for x in (first, second)], [str(x.ty.dtype) for x in (first, second)]
+    told = " and ".join(f"{dtype}{dims}" for dtype, dims in zip(types, shapes))
+    a, b = shapes
+    equal = a is not None and b is not None and len(a) == len(b) and all(m.same(x, y) for x, y in zip(a, b))
+    if not equal or types[0] != types[1]:
+        raise UnsupportedModel(
+            f"{where}: its branches return {told}, and which one is taken is known at run time only",
+            "make both branches return one type and shape, or fix the condition before exporting",
+        )
+    dims = known_dims(flag)
+    if dims:
+        if dims != [1] * len(dims):
+            raise UnsupportedModel(f"{where}: its condition has shape {dims}", "use a condition of one element")
+        flag = bb.emit(op.reshape(flag, []))
+    return bb.emit(op.where(flag, first, second))

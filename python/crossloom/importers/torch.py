@@ -20,6 +20,7 @@ from ..model import Model
 from .gather import bound_gathers
 from .signature import entry_attributes, entry_of, output_types
 from .torch_attention import convert_attention
+from .torch_slice import slice_converter
 
 # Operators TVM translates as a whole; decomposing them only hides what they are from the passes.
 KEPT = ("scaled_dot_product_attention", "silu", "linear", "layer_norm", "gelu")
@@ -88,6 +89,7 @@ def from_torch(
             custom_convert_map={
                 "scaled_dot_product_attention.default": convert_attention,
                 "embedding.default": _convert_embedding,
+                "slice.Tensor": slice_converter(_least_sizes(program)),
             },
         )
     except UnsupportedModel:
@@ -102,6 +104,11 @@ def from_torch(
 
 def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _least_sizes(program: Any) -> dict[str, int]:
+    """Return the least value of each dynamic dimension, by the name TVM gives its variable."""
+    return {str(key): int(limits.lower) for key, limits in program.range_constraints.items() if limits.lower > 0}
 
 
 def _suggestion(error: Exception) -> str:
