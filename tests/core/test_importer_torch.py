@@ -156,6 +156,142 @@ def test_vit_and_whisper_like_encoders():
     check(Audio(), torch.randn(1, 8, 10), modality="audio", entry="audio")
 
 
+def half(*tensors):
+    return [t.half() for t in tensors]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"enable_gqa": True, "scale": 0.3}], ids=str)
+def test_masks_of_minus_infinity(options):
+    """Rows that keep something; the fully masked row is zeros for boolean masks and NaN for float ones in PyTorch."""
+    import torch
+
+    q, k, v = qkv(heads=4, kv=2 if options.get("enable_gqa") else 4)
+    mask = torch.zeros(5, 7).masked_fill(torch.rand(5, 7) > 0.6, float("-inf"))
+    mask[:, 0] = 0.0
+    check(attention(**options), q, k, v, mask)
+    check(attention(**options), q, k, v, torch.full((2, 1, 5, 7), -1e9) * (torch.rand(2, 1, 5, 7) > 0.5))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ["float", "bool"])
+@pytest.mark.parametrize("lengths", [(6, 6), (3, 7), (7, 3)])
+def test_mask_and_causal_together(kind, lengths):
+    """PyTorch's documentation forbids both at once and its CPU kernels apply both; the mask here keeps column 0."""
+    import torch
+
+    q, k, v = qkv(rows=lengths[0], columns=lengths[1])
+    mask = torch.randn(*lengths) if kind == "float" else torch.rand(*lengths) > 0.3
+    if kind == "bool":
+        mask[:, 0] = True
+
+    class Both(torch.nn.Module):
+        def forward(self, q, k, v, mask):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+
+    wanted_mask = torch.ones(*lengths, dtype=torch.bool).tril()
+    bias = mask if kind == "float" else torch.zeros(*lengths).masked_fill(~mask, float("-inf"))
+    wanted = attention()(q, k, v, bias.masked_fill(~wanted_mask, float("-inf")))
+    try:
+        model = from_torch(Both(), (q, k, v, mask))
+    except UnsupportedModel as error:
+        assert "attn_mask" in str(error) or "is_causal" in str(error)  # PyTorch's own refusal, passed on
+        return
+    got = run(model, *[t.numpy() for t in (q, k, v, mask)])[0]
+    np.testing.assert_allclose(got, wanted.numpy(), atol=1e-5)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"enable_gqa": True, "scale": 0.2}], ids=str)
+def test_attention_in_half_precision(options):
+    heads = 2 if options.get("enable_gqa") else 4
+    check(attention(**options), *half(*qkv(kv=heads)), tolerance=4e-3)
+
+
+@pytest.mark.torch
+def test_half_precision_scores_beyond_its_range():
+    """Scores of q.k in fp16 overflow before the scale; PyTorch accumulates in float32."""
+    q, k, v = qkv(rows=3, columns=4)
+    check(attention(scale=0.01), *half(q * 60, k * 60, v), tolerance=1e-2)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
+def test_attention_that_arrives_decomposed(options):
+    """A program decomposed before it was handed over: matmul, softmax and the guards of -inf rows."""
+    import torch
+
+    inputs = qkv()
+    module = attention(**options)
+    program = torch.export.export(module, inputs).run_decompositions()
+    assert all("scaled_dot_product" not in str(node.target) for node in program.graph.nodes)
+    got = run(from_torch(program), *[t.numpy() for t in inputs])[0]
+    np.testing.assert_allclose(got, module(*inputs).numpy(), atol=1e-5)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
+def test_dynamic_lengths_down_to_one(options):
+    import torch
+
+    length = torch.export.Dim("n", min=1, max=32)
+
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            y = x.view(1, x.shape[1], 2, 8).transpose(1, 2)
+            y = torch.nn.functional.scaled_dot_product_attention(y, y, y, **options)
+            return y.transpose(1, 2).reshape(1, -1, 16)
+
+    make = lambda n: (torch.randn(1, n, 16),)
+    model = check(Block(), *make(5), other=[make(1), make(2), make(32)], dynamic_shapes={"x": {1: length}})
+    assert list(model.entries["main"].upper_bounds.values()) == [32]
+
+
+@pytest.mark.torch
+def test_slices_of_a_dynamic_length_have_simple_sizes():
+    import torch
+
+    class Slices(torch.nn.Module):
+        def forward(self, x):
+            return x[:, -1:], x[:, :-1] + x[:, 1:], x[:, 2:6:2]
+
+    length = torch.export.Dim("T", min=8, max=64)
+    make = lambda n: (torch.randn(1, n, 4),)
+    model = check(Slices(), *make(12), other=[make(8), make(9)], dynamic_shapes={"x": {1: length}})
+    entry = model.entries["main"]
+    name = entry.inputs[0].shape[1]
+    assert [o.shape[1] for o in entry.outputs] == [1, f"{name} - 1", 2]
+    assert entry.lower_bounds == {name: 8} and entry.upper_bounds == {name: 64}
+
+
+@pytest.mark.torch
+def test_constants_and_buffers_that_are_not_saved():
+    import torch
+
+    class Constants(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.randn(4), persistent=False)
+
+        def forward(self, x):
+            return x + self.table, x * torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    check(Constants(), torch.randn(3, 4))
+
+
+@pytest.mark.torch
+def test_a_refused_range_says_which_would_do():
+    import torch
+
+    class Fixed(torch.nn.Module):
+        def forward(self, x):
+            return x[:, 1:5]
+
+    length = torch.export.Dim("T", min=2, max=64)
+    with pytest.raises(UnsupportedModel, match=r"min=5"):
+        from_torch(Fixed(), (torch.randn(1, 6),), dynamic_shapes={"x": {1: length}})
+
+
 @pytest.mark.torch
 def test_files_and_refusals(tmp_path):
     import torch
