@@ -17,14 +17,17 @@ from ._match_mask import causal_offset, is_minus_infinity
 from ._match_softmax import Weights, softmax_of
 from ._match_spelling import dims, dtype, either, matched, same_dims, scalar, sizes
 
+#: How it is applied, the operand, and what it puts in place of a score (0 for one that is added).
+Mask = tuple[str, relax.Expr, float]
+
 
 @dataclass(frozen=True)
 class _Scores:
-    """A product, its masks as (form, operand), innermost first, and its (queries, keys)."""
+    """A product, its masks as (form, operand, fill), innermost first, and its (queries, keys)."""
 
     product: Product
     shape: Sequence[tirx.Expr]
-    masks: tuple[tuple[str, relax.Expr], ...] = ()
+    masks: tuple[Mask, ...] = ()
 
 
 def _scores(graph: Graph, expr: relax.Expr, regroup: bool, depth: int = 3) -> _Scores | None:
@@ -32,20 +35,20 @@ def _scores(graph: Graph, expr: relax.Expr, regroup: bool, depth: int = 3) -> _S
     expr = through(graph, expr, regroup=True)
     if (product := product_of(graph, expr, regroup)) is not None:
         return _Scores(product, (dims(expr) or [])[-2:])
-    options: list[tuple[relax.Expr, str, relax.Expr]] = []
+    options: list[tuple[relax.Expr, Mask]] = []
     if (add := graph.call(expr, "relax.add")) is not None:
-        options = [(inner, "add", mask) for inner, mask in either(add)]
+        options = [(inner, ("add", mask, 0.0)) for inner, mask in either(add)]
     elif (where := graph.call(expr, "relax.where")) is not None:
         for inner, fill, form in ((where.args[1], where.args[2], "keep"), (where.args[2], where.args[1], "drop")):
             number = scalar(graph, fill)
-            if number is not None and is_minus_infinity(number, dtype(expr)):
-                options.append((inner, form, where.args[0]))
-    for inner, form, mask in options if depth else ():
+            if number is not None:
+                options.append((inner, (form, where.args[0], number)))
+    for inner, mask in options if depth else ():
         # A mask may be broadcast over heads; it may not make the scores wider.
         if same_dims(dims(inner) or (), dims(expr) or (None,)):
             found = _scores(graph, inner, regroup, depth - 1)
             if found is not None:
-                return replace(found, masks=(*found.masks, (form, mask)))
+                return replace(found, masks=(*found.masks, mask))
     return None
 
 
@@ -62,21 +65,30 @@ def mask_kind(offset: int | tirx.Expr | str, shape: Sequence[tirx.Expr]) -> tupl
 
 
 def mask_facts(
-    graph: Graph, masks: Sequence[tuple[str, relax.Expr]], shape: Sequence[tirx.Expr]
+    graph: Graph, masks: Sequence[Mask], shape: Sequence[tirx.Expr], scores: relax.Expr
 ) -> tuple[dict[str, relax.Expr], dict[str, object]] | Verdict:
     """Return (captures, facts) of up to two masks, of which one at most is no sum."""
     ranked = []
-    for form, mask in masks:
+    for form, mask, fill in masks:
         kind, offset = mask_kind(causal_offset(graph, mask, shape, form), shape)
-        ranked.append(((form == "add", kind == "given"), form, mask, kind, offset))
+        if form != "add" and kind != "none" and not is_minus_infinity(fill, dtype(scores)):
+            kind, offset = "given", "0"
+        ranked.append(((form == "add", kind == "given"), form, mask, kind, offset, "" if form == "add" else str(fill)))
     ranked.sort(key=lambda r: r[0])
     if len(ranked) > 2 or (len(ranked) == 2 and ranked[1][1] != "add"):
         return refuse("several-masks", getattr(masks[0][1], "name", ""), f"{len(ranked)} operands mask the scores")
     if not ranked:
-        return {}, {"masked": False, "mask_form": "none", "biased": False, "mask": "none", "offset": "0"}
-    _, form, mask, kind, offset = ranked[0]
+        return {}, {"masked": False, "mask_form": "none", "biased": False, "mask": "none", "offset": "0", "fill": ""}
+    _, form, mask, kind, offset, filled = ranked[0]
     captures = {"mask": mask, **({"bias": ranked[1][2]} if len(ranked) == 2 else {})}
-    facts = {"masked": True, "mask_form": form, "biased": len(ranked) == 2, "mask": kind, "offset": offset}
+    facts = {
+        "masked": True,
+        "mask_form": form,
+        "biased": len(ranked) == 2,
+        "mask": kind,
+        "offset": offset,
+        "fill": filled,
+    }
     return captures, facts
 
 
@@ -134,7 +146,7 @@ def match_spelled(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     rank, groups = ranks.pop(), 1
     if key_layout == "bhsd":
         k, v, groups = grouped(graph, k, v, q)
-    masks = mask_facts(graph, found.masks, found.shape)
+    masks = mask_facts(graph, found.masks, found.shape, found.product.q)
     if isinstance(masks, Verdict):
         return masks
     layout = "bhsd" if rank == 4 else "nsd"

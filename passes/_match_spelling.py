@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from tvm import relax, tirx
-from tvm_ffi import structural_equal
+from tvm import ir, relax, tirx
+from tvm_ffi import structural_equal, structural_map
 
-from crossloom.rewrite import Graph, Match, Site, outline, rebuild
+from crossloom.rewrite import Graph, Match, Site, children, outline, rebuild
 from crossloom.rewrite.composite import Attr
 from crossloom.verdict import Verdict, accept, refuse
 
@@ -101,33 +101,54 @@ def matched(graph: Graph, root: relax.Var, captures: Mapping[str, relax.Expr], *
     return Match(graph, root, dict(captures), interior(graph, root, list(captures.values())), dict(facts))
 
 
-def _lookup(dim: tirx.Expr, known: Sequence[tuple[tirx.Expr, tirx.Expr]]) -> tirx.Expr | None:
+_Known = Sequence[tuple[tirx.Expr, tirx.Expr]]
+
+
+def _lookup(dim: tirx.Expr, known: _Known) -> tirx.Expr | None:
+    """Return a dimension in terms of the captures' new dimensions, None where they do not determine it."""
     if isinstance(dim, (int, tirx.IntImm)):
         return dim
-    return next((new for old, new in known if structural_equal(old, dim)), None)
+    for old, new in known:
+        if structural_equal(old, dim):
+            return new
+    missing: list[tirx.Var] = []
+
+    def renew(var: tirx.Var) -> tirx.Expr:
+        found = next((new for old, new in known if var.same_as(old)), None)
+        if found is None:
+            missing.append(var)
+        return var if found is None else found
+
+    renewed = structural_map(dim, (tirx.Var, renew)) if not isinstance(dim, tirx.Var) else renew(dim)
+    return None if missing else renewed
 
 
-def _shape_operands(match: Match) -> Iterator[tirx.Expr]:
-    for var in match.interior:
-        value = match.graph.value[var]
-        for arg in value.args if isinstance(value, relax.Call) else ():
-            if isinstance(arg, relax.ShapeExpr):
-                yield from arg.values
+def _is_size(expr: relax.Expr) -> bool:
+    """Return whether an operand is a number of the shape language: a bound of a slice, an end of a range."""
+    return isinstance(getattr(expr, "ty", None), ir.PrimType)
+
+
+def _sizes_of(value: relax.Expr) -> Iterator[tirx.Expr]:
+    for leaf in children(value):
+        if isinstance(leaf, relax.ShapeExpr):
+            yield from leaf.values
+        elif _is_size(leaf):
+            yield leaf
 
 
 def replayable(match: Match) -> Verdict:
     """Refuse where the body would need something that the captures do not carry."""
     known = [(d, d) for e in match.captures.values() for d in dims(e) or ()]
-    for dim in _shape_operands(match):
-        if _lookup(dim, known) is None:
-            return refuse("dimension-not-among-operands", str(dim), "the composite could not know this size")
     captured = {e for e in match.captures.values() if isinstance(e, relax.Var)}
     for var in match.interior:
         value = match.graph.value[var]
-        args = value.args if isinstance(value, relax.Call) else ()
-        for leaf in (f for a in args for f in (a.fields if isinstance(a, relax.Tuple) else (a,))):
-            if isinstance(leaf, relax.Var) and leaf not in captured and leaf not in match.interior:
-                return refuse("operand-not-captured", leaf.name)
+        for dim in _sizes_of(value):
+            if _lookup(dim, known) is None:
+                return refuse("dimension-not-among-operands", str(dim), "the composite could not know this size")
+        for leaf in children(value):
+            if isinstance(leaf, relax.Var) and not _is_size(leaf):
+                if leaf not in captured and leaf not in match.interior:
+                    return refuse("operand-not-captured", leaf.name)
     return accept()
 
 
@@ -150,10 +171,12 @@ def replay(site: Site, name: str, attrs: Mapping[str, Attr] | None = None) -> re
                 env.setdefault(match.captures[key], param)
 
         def renew(expr: relax.Expr) -> relax.Expr:
-            if isinstance(expr, relax.Var):
-                return env[expr]
             if isinstance(expr, relax.ShapeExpr):
                 return relax.ShapeExpr([_lookup(d, known) for d in expr.values])
+            if _is_size(expr):
+                return _lookup(expr, known)
+            if isinstance(expr, relax.Var):
+                return env[expr]
             for key, captured in match.captures.items():
                 if expr.same_as(captured):
                     return params[key]

@@ -15,6 +15,7 @@ Attributes
     ``masked``, ``mask_form`` (``add``, ``keep``, ``drop``, ``none``), ``biased`` (a second added operand ``bias``);
     ``mask``: ``none`` (every key is kept), ``causal`` (proved: key j <= query i), ``causal+offset`` (proved:
     j <= i + ``offset``; ``offset`` is a number or ``keys-queries``), ``given`` (whatever the operand holds);
+    ``fill``: the number that ``keep`` and ``drop`` put in place of a score, as text (it may be ``-inf``);
     ``empty_rows``: a query without keys gives ``zero``, or whatever ``softmax`` gives.
 Numerics: exact; the body is the model's own spelling.  Source: Vaswani et al. 2017; Ainslie et al. 2023.
 """
@@ -33,7 +34,7 @@ from ._match_heads import transposed
 from ._match_spelling import dims, matched, replay, replayable, sizes
 
 _ATTRIBUTES = ("scale", "groups", "layout", "key_layout", "value_layout", "out_layout")
-_MASKS = ("masked", "mask_form", "biased", "mask", "offset", "empty_rows")
+_MASKS = ("masked", "mask_form", "biased", "mask", "offset", "fill", "empty_rows")
 _OPERATORS = frozenset({"relax.nn.attention", "relax.nn.attention_bias"})
 _TURN = (0, 2, 1, 3)
 
@@ -54,8 +55,8 @@ def _match_operator(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     if set(layouts.values()) == {"bhsd"}:
         operands["k"], operands["v"], groups = grouped(graph, operands["k"], operands["v"], operands["q"])
     shape = [(dims(arg) or [])[1] for arg in call.args[:2]]
-    added = [("add", call.args[3])] if len(call.args) > 3 else []
-    masks = mask_facts(graph, added, shape)
+    added = [("add", call.args[3], 0.0)] if len(call.args) > 3 else []
+    masks = mask_facts(graph, added, shape, call.args[0])
     if isinstance(masks, Verdict):
         return masks
     captures, facts = masks

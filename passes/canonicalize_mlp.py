@@ -4,10 +4,13 @@
 ->  y = gated_mlp(x, gate, up, down)    # Composite = "crossloom.gated_mlp", activation = "silu"
 
 Fires when gate and up are linear layers of one value, the activation stands on exactly one of them and nothing
-inside is read elsewhere; ``linear(act(linear(x, up)), down)`` becomes ``crossloom.mlp``.
+inside is read elsewhere, or when both are the halves of one linear layer's result; ``linear(act(linear(x, up)),
+down)`` becomes ``crossloom.mlp``.
 Never when both sides of the product are activated (which is the gate is not known).  Where it does not fire, the
 linear layers and activations inside become composites of their own.
 
+Attributes: ``activation``; ``gate_layout``, ``up_layout``, ``down_layout`` as of ``crossloom.linear``; ``packed``:
+``""``, or ``gate-up`` / ``up-gate`` where one operand ``packed`` (layout ``packed_layout``) holds both in that order.
 Numerics: exact; the body is the model's own spelling.  Source: Shazeer 2020.
 """
 
@@ -18,7 +21,7 @@ from tvm import relax
 from crossloom.rewrite import Graph, Match, Rule, Site
 from crossloom.verdict import Verdict, refuse
 
-from ._match_spelling import either, matched, replay, replayable
+from ._match_spelling import dims, either, matched, replay, replayable, same_dims
 from .canonicalize_activation import ROOTS, match_activation
 from .canonicalize_linear import match_linear
 
@@ -43,6 +46,27 @@ def _parts(name: str, layer: Match) -> dict[str, relax.Expr]:
     return {name: layer["weight"], **bias}
 
 
+def _half(graph: Graph, expr: relax.Expr) -> tuple[relax.Expr, int] | None:
+    """Return (value, 0 or 1) where ``expr`` is that half of a value, cut in two along its last axis."""
+    item = graph.resolve(expr)
+    if not isinstance(item, relax.TupleGetItem) or (cut := graph.call(item.tuple_value, "relax.split")) is None:
+        return None
+    parts, rank = list(cut.ty.fields), len(dims(cut.args[0]) or ())
+    halves = [list(part.shape) for part in parts if part.shape is not None]
+    if int(cut.attrs.axis) % rank != rank - 1 or len(parts) != 2 or len(halves) != 2:
+        return None
+    return (cut.args[0], int(item.index)) if same_dims(halves[0], halves[1]) else None
+
+
+def _packed(graph: Graph, gate: relax.Expr, up: relax.Expr) -> tuple[Match, str] | None:
+    """Return (layer, order) where gate and up are the two halves of one linear layer's result."""
+    first, second = _half(graph, gate), _half(graph, up)
+    if first is None or second is None or not first[0].same_as(second[0]) or first[1] == second[1]:
+        return None
+    layer = _linear(graph, first[0])
+    return None if layer is None else (layer, "gate-up" if first[1] == 0 else "up-gate")
+
+
 def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     down = _linear(graph, root)
     if down is None:
@@ -64,6 +88,12 @@ def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     if not sides:
         return None
     (value, kind), other = sides[0]
+    if (both := _packed(graph, value, other)) is not None:
+        layer, order = both
+        captures = {"x": layer["x"], **_parts("packed", layer), **_parts("down", down)}
+        attrs = {"activation": kind, "packed": order, "packed_layout": layer.facts["weight_layout"]}
+        attrs["down_layout"] = down.facts["weight_layout"]
+        return matched(graph, root, captures, composite="crossloom.gated_mlp", attrs=attrs)
     gate, up = _linear(graph, value), _linear(graph, other)
     if gate is None or up is None:
         return None
@@ -73,7 +103,7 @@ def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     captures = {"x": gate["x"]}
     for name, layer in layers.items():
         captures |= _parts(name, layer)
-    attrs = {"activation": kind, **{f"{n}_layout": m.facts["weight_layout"] for n, m in layers.items()}}
+    attrs = {"activation": kind, "packed": "", **{f"{n}_layout": m.facts["weight_layout"] for n, m in layers.items()}}
     return matched(graph, root, captures, composite="crossloom.gated_mlp", attrs=attrs)
 
 
@@ -83,8 +113,9 @@ def _outline(site: Site) -> relax.Expr:
 
 
 def mlp_rules() -> list[Rule]:
-    """Return the rules; sums (a bias) come before bare products."""
+    """Return the rules; views around a sum come before it, and sums (a bias) before bare products."""
     return [
+        Rule("mlp", frozenset({"relax.reshape"}), _match, _outline, legal=replayable),
         Rule("mlp", frozenset({"relax.add"}), _match, _outline, legal=replayable),
         Rule("mlp", frozenset({"relax.matmul"}), _match, _outline, legal=replayable),
     ]
