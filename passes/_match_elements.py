@@ -135,6 +135,13 @@ class Elements:
         if op == "relax.negative":
             (a,) = self._each(call.args, index)
             return Product(-a.number, a.factors)
+        if op == "relax.divide" and dtype(call).startswith(("int", "uint")):
+            # Rounds towards zero, so that it is no product.
+            args = self._each(call.args, index)
+            values = numbers(args)
+            if values is None:
+                return f.apply("divide", *args)
+            return Product(float(int(values[0] / values[1]))) if values[1] else None
         if op in _UNARY or op in _BINARY or op in _FIELD or op == "relax.where":
             return self._pointwise(op, self._each(call.args, index))
         return None

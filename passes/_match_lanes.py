@@ -13,7 +13,7 @@ from tvm import relax, tirx
 
 from crossloom.rewrite import Graph
 
-from ._match_spelling import dims, either, same_dims, scalar, sizes
+from ._match_spelling import dims, either, is_constant, same_dims, scalar, sizes
 
 #: More lines than any spelling of a rotation has.
 MOST_NODES = 48
@@ -104,7 +104,7 @@ class LaneAlgebra:
     def _table(self, expr: relax.Expr, tail: tuple[int, ...]) -> Lanes:
         """Return a table's lanes, broadcast to the tail."""
         shape = sizes(expr)
-        if not isinstance(expr, relax.Var) or shape is None or not shape:
+        if not (isinstance(expr, relax.Var) or is_constant(expr)) or shape is None or not shape:
             raise NotLanes
         own = shape[-len(tail) :]
         if None in own or len(shape) > self.lead + len(tail):
@@ -265,7 +265,7 @@ def _int(field: object) -> int:
 def _last_axis_slice(graph: Graph, call: relax.Call) -> np.ndarray | None:
     """Return the lanes that a slice of the last axis alone keeps."""
     shape = sizes(call.args[0])
-    if shape is None or shape[-1] is None or not isinstance(call.args[0], relax.Var):
+    if shape is None or shape[-1] is None:
         return None
     try:
         cuts = slices(call)

@@ -88,9 +88,6 @@ def ravel(places: Sequence[Place], extents: Sequence[Extent]) -> Place:
         for place, size in zip(places, extents):
             flat = flat * size[0] + place
         return flat
-    lead = next(n for n, p in enumerate(places) if p != 0 or n == len(places) - 1)
-    if lead:
-        return ravel(places[lead:], extents[lead:])
     return ("ravel", tuple(places), tuple(extents))
 
 
