@@ -234,6 +234,18 @@ def test_group_query_attention_with_caches_of_different_lengths():
 
 def test_group_query_attention_names_what_it_lacks():
     proto, _ = gqa(np.random.default_rng(9))
-    proto.graph.node[0].attribute.append(h.make_attribute("softcap", 30.0))
-    with pytest.raises(UnsupportedModel, match="softcap=30"):
+    proto.graph.node[0].attribute.append(h.make_attribute("smooth_softmax", 1))
+    with pytest.raises(UnsupportedModel, match="smooth_softmax=1"):
         from_onnx(proto)
+
+
+@pytest.mark.parametrize("window,softcap", [(1, 0.0), (3, 0.0), (64, 0.0), (-1, 2.5), (2, 0.7)])
+@pytest.mark.parametrize("past,seq", [(0, 6), (6, 1), (3, 4)])
+def test_group_query_attention_windows_and_soft_caps(window, softcap, past, seq):
+    proto, values = gqa(np.random.default_rng(10), past=past, seq=seq, rotary=1)
+    attributes = proto.graph.node[0].attribute
+    attributes.append(h.make_attribute("local_window_size", window))
+    attributes.append(h.make_attribute("softcap", softcap))
+    for name in "qk":
+        values[name] = 3 * values[name]  # scores that the cap bends
+    compare(proto, values, 1e-4)

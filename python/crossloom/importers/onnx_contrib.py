@@ -27,6 +27,10 @@ class Call:
         Value of each operand that is constant.
     outputs : list of str
         Empty strings are outputs nobody asked for.
+    known : list of Value or None
+        Each operand that is known integers or symbolic sizes.
+    opset : int
+        Version of the default operator set.
     """
 
     def __init__(
@@ -37,9 +41,11 @@ class Call:
         attrs: dict[str, Any],
         arrays: list[Any],
         outputs: list[str],
+        known: list[Any],
+        opset: int,
     ) -> None:
         self.where, self.bb, self.inputs, self.attrs = where, bb, inputs, attrs
-        self.arrays, self.outputs = arrays, outputs
+        self.arrays, self.outputs, self.known, self.opset = arrays, outputs, known, opset
 
     def arg(self, index: int) -> Any:
         return self.inputs[index] if index < len(self.inputs) else None
@@ -185,6 +191,33 @@ def clip(c: Call) -> list[Any]:
     return [y]
 
 
+def power(c: Call) -> list[Any]:
+    """Pow: since opset 12 the exponent may have another type; the result has the base's."""
+    base, exponent = c.need(0), c.need(1)
+    dtype = dtype_of(base)
+    if dtype == dtype_of(exponent):
+        return [c.emit(op.power(base, exponent))]
+    if "int" in dtype and "int" not in dtype_of(exponent):
+        wide = c.emit(op.power(c.emit(op.astype(base, "float64")), c.emit(op.astype(exponent, "float64"))))
+        return [c.emit(op.astype(wide, dtype))]
+    return [c.emit(op.power(base, c.emit(op.astype(exponent, dtype))))]
+
+
+def top_k(c: Call) -> list[Any]:
+    """TopK: the count an attribute before opset 10 and an operand since; the least instead since 11."""
+    x, dims = c.need(0), dims_of(c.need(0))
+    axis, count = int(c.attrs.get("axis", -1)), int(c.attrs.get("k", 0))
+    if c.opset >= 10:
+        known = c.known[1].list() if len(c.known) > 1 and c.known[1] is not None else []
+        if len(known) != 1 or not isinstance(known[0], int):
+            raise UnsupportedModel(f"{c.where}: K is not constant", "store it as an initializer")
+        count = known[0]
+    if not -len(dims) <= axis < len(dims) or count < 0 or (isinstance(dims[axis], int) and count > dims[axis]):
+        raise UnsupportedModel(f"{c.where}: the {count} first of axis {axis} of shape {dims}", "correct K or the axis")
+    best = c.emit(op.topk(x, count, axis, "both", bool(c.attrs.get("largest", 1)), "int64"))
+    return [c.emit(relax.TupleGetItem(best, i)) for i in range(2)]
+
+
 NORMS: dict[tuple[str, str], Converter] = {
     ("com.microsoft", "SimplifiedLayerNormalization"): simplified_layer_norm,
     ("com.microsoft", "SkipLayerNormalization"): skip_layer_norm,
@@ -192,4 +225,6 @@ NORMS: dict[tuple[str, str], Converter] = {
     ("com.microsoft", "RotaryEmbedding"): rotary_embedding,
     ("", "LayerNormalization"): layer_norm,
     ("", "Clip"): clip,
+    ("", "Pow"): power,
+    ("", "TopK"): top_k,
 }

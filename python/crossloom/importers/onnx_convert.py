@@ -22,9 +22,10 @@ from crossloom.importers.onnx_check import describe, reads
 from crossloom.importers.onnx_contrib import NORMS, Call, Converter
 from crossloom.importers.onnx_evaluators import evaluate
 from crossloom.importers.onnx_gather import GATHERS
+from crossloom.importers.onnx_resize import RESIZES
 from crossloom.importers.onnx_symbolic import ShapeMath, Value
 
-CONVERTERS: dict[tuple[str, str], Converter] = {**NORMS, **AFFINE, **ATTENTION, **GATHERS}
+CONVERTERS: dict[tuple[str, str], Converter] = {**NORMS, **AFFINE, **ATTENTION, **GATHERS, **RESIZES}
 _FROM_TVM_MICROSOFT = ("FastGelu", "BiasGelu", "Gelu", "Attention", "EmbedLayerNormalization")
 #: TVM's converter table holds com.microsoft names too; these are not the standard's operator of that name.
 _NOT_STANDARD = ("FastGelu", "BiasGelu", "Attention", "EmbedLayerNormalization", "SkipLayerNormalization")
@@ -143,7 +144,9 @@ class Importer(frontend.ONNXGraphImporter):
         if converter is not None:
             arrays = [self.constants.get(n, self.weights.get(n)) if n else None for n in node.input]
             inputs = [self._nodes[n] if n else None for n in node.input]
-            call = Call(where, self.bb, inputs, self._parse_attr(node.attribute), arrays, list(node.output))
+            known = [self.values.get(n) if n else None for n in node.input]
+            attrs = self._parse_attr(node.attribute)
+            call = Call(where, self.bb, inputs, attrs, arrays, list(node.output), known, self.opset)
             for name, expr in zip(node.output, converter(call)):
                 if name and expr is not None:
                     self._nodes[name] = expr
