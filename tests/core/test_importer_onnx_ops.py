@@ -66,6 +66,36 @@ def test_skip_norms(rms, bias):
     compare(proto, {"x": normal(rng, 2, 3, 6), "skip": normal(rng, 2, 3, 6)})
 
 
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("skip", [(1, 3, 6), (3, 6)], ids=str)
+def test_skip_that_is_broadcast_over_the_batch(rms, skip):
+    rng = np.random.default_rng(11)
+    op_type = "SkipSimplifiedLayerNormalization" if rms else "SkipLayerNormalization"
+    node = h.make_node(op_type, ["x", "skip", "gamma"], ["y", "", "", "sum"], domain=MS)
+    shaped = lambda n: (n, T.FLOAT, [2, 3, 6])
+    proto = model_of(
+        [node],
+        [shaped("x"), ("skip", T.FLOAT, skip)],
+        [shaped("y"), shaped("sum")],
+        [nh.from_array(normal(rng, 6), "gamma")],
+    )
+    compare(proto, {"x": normal(rng, 2, 3, 6), "skip": normal(rng, *skip)})
+
+
+@pytest.mark.parametrize("op_type", ["LayerNormalization", "SimplifiedLayerNormalization"])
+def test_half_precision_norms_of_rows_whose_squares_overflow(op_type):
+    rng = np.random.default_rng(12)
+    x = np.zeros((4, 64))
+    x[0], x[2, 5:7], x[3] = 300 * np.sign(rng.standard_normal(64)), (1000.0, 0.5), rng.standard_normal(64)
+    x, w = x.astype("float16"), rng.uniform(0.9, 1.1, 64).astype("float16")
+    node = h.make_node(op_type, ["x", "w"], ["y"], axis=-1, epsilon=1e-5)
+    typed = lambda n: (n, T.FLOAT16, ["n", 64])
+    (got,) = ours(model_of([node], [typed("x")], [typed("y")], [nh.from_array(w, "w")]), {"x": x})
+    wide = x.astype("float64") - (x.astype("float64").mean(-1, keepdims=True) if op_type[0] == "L" else 0)
+    wanted = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-5) * w
+    np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=2e-3)
+
+
 def test_simplified_norm_that_ort_keeps_in_the_default_domain():
     rng = np.random.default_rng(1)
     node = h.make_node("SimplifiedLayerNormalization", ["x", "g"], ["y"], epsilon=1e-2, axis=-1)
@@ -94,6 +124,19 @@ def test_rotary_embedding(interleaved, rank, positions):
     pos = rng.integers(0, 9, positions)
     proto = model_of([node], [("x", T.FLOAT, shape), ("pos", T.INT64, positions)], [("y", T.FLOAT, shape)], init)
     compare(proto, {"x": normal(rng, *shape), "pos": pos})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_rotary_embedding_of_a_part_of_each_head(dtype):
+    rng = np.random.default_rng(13)
+    shape, angle = (2, 5, 48), np.outer(np.arange(16), 0.1 ** np.arange(4))
+    init = [nh.from_array(f(angle).astype(dtype), n) for f, n in ((np.cos, "cos"), (np.sin, "sin"))]
+    attrs = {"rotary_embedding_dim": 8, "num_heads": 3}
+    node = h.make_node("RotaryEmbedding", ["x", "pos", "cos", "sin"], ["y"], domain=MS, **attrs)
+    kind = {"float32": T.FLOAT, "float16": T.FLOAT16}[dtype]
+    proto = model_of([node], [("x", kind, shape), ("pos", T.INT64, (2, 5))], [("y", kind, shape)], init)
+    values = {"x": normal(rng, *shape).astype(dtype), "pos": rng.integers(0, 16, (2, 5))}
+    compare(proto, values, 1e-5 if dtype == "float32" else 4e-3)
 
 
 @pytest.mark.parametrize("constant", [True, False])
@@ -230,6 +273,15 @@ def test_group_query_attention_with_caches_of_different_lengths():
     for b, length in enumerate(values["lens"] + 1):
         for cache in (1, 2):
             np.testing.assert_allclose(mine[cache][b, :, :length], runtime[cache][b, :, :length], rtol=1e-4, atol=1e-4)
+
+
+def test_group_query_attention_in_half_precision():
+    proto, values = gqa(np.random.default_rng(14), past=4, seq=2, rotary=1, dtype=T.FLOAT16)
+    for tensor in proto.graph.initializer:
+        if tensor.name in ("cos", "sin"):
+            tensor.CopyFrom(nh.from_array(nh.to_array(tensor).astype("float16"), tensor.name))
+    half = lambda array: array.astype("float16") if array.dtype == np.float32 else array
+    compare(proto, {name: half(array) for name, array in values.items()}, 4e-3)
 
 
 def test_group_query_attention_names_what_it_lacks():
