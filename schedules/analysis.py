@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import tvm
-import tvm_ffi
 from tvm.s_tir.schedule import SBlockRV, Schedule
 
 _SPATIAL = 0  # tvm.tirx.IterVar.DataPar
@@ -68,8 +67,16 @@ class BlockView:
         ``out += a * b`` with two different operands.
     dtype : str
         Of the value stored.
+    output : tuple
+        Index expressions of the value stored.
     reads : tuple
-        Operands of the product: tuples of index expressions.
+        Operands of the product, buffer and index expressions; of other sums and of spatial blocks what they load.
+    buffer : Var or None
+        The buffer stored to.
+    loads : tuple
+        Everything loaded from other buffers, buffer and index expressions.
+    moves : bool
+        Whether the value stored is a load by itself.
     """
 
     axes: tuple[Axis, ...]
@@ -78,13 +85,50 @@ class BlockView:
     contraction: bool
     dtype: str
     output: tuple[tvm.ir.Expr, ...]
-    reads: tuple[tuple[str, tuple[tvm.ir.Expr, ...]], ...]
+    reads: tuple[tuple[tvm.ir.Var, tuple[tvm.ir.Expr, ...]], ...]
+    buffer: tvm.ir.Var | None
+    loads: tuple[tuple[tvm.ir.Var, tuple[tvm.ir.Expr, ...]], ...]
+    moves: bool
 
     @property
     def reads_reduced_axis_last(self) -> bool:
         """Whether some operand is contiguous along a reduced axis."""
         reduced = [axis.var for axis in self.axes if not axis.spatial]
         return any(idx and any(_mentions(idx[-1], var) for var in reduced) for _, idx in self.reads)
+
+    @property
+    def contiguous_columns(self) -> bool:
+        """Whether the operand of a reduction is contiguous along its last spatial axis, not along a reduced one."""
+        spatial = [axis.var for axis in self.axes if axis.spatial]
+        if self.spatial_only or not spatial or self.reads_reduced_axis_last:
+            return False
+        return any(idx and isinstance(idx[-1], tvm.ir.Var) and idx[-1].same_as(spatial[-1]) for _, idx in self.loads)
+
+    def leading_indices_of(self, producer: BlockView) -> list[int]:
+        """Return, for each time this block reads what ``producer`` writes, how many leading axes index it in order."""
+        counts = []
+        for buffer, indices in self.loads:
+            if self is producer or producer.buffer is None or not buffer.same_as(producer.buffer):
+                continue
+            same = 0
+            for index, axis in zip(indices, self.axes):
+                if not (isinstance(index, tvm.ir.Var) and index.same_as(axis.var)):
+                    break
+                same += 1
+            counts.append(same)
+        return counts
+
+    @property
+    def crossed_axis(self) -> int | None:
+        """The axis along which an operand of a spatial block is contiguous, where the result is not."""
+        if len(self.axes) < 2 or not self.spatial_only:
+            return None
+        for _, indices in self.reads:
+            for i, axis in enumerate(self.axes[:-1]):
+                if indices and _mentions(indices[-1], axis.var) and not _mentions(indices[-1], self.axes[-1].var):
+                    if any(_mentions(index, self.axes[-1].var) for index in indices[:-1]):
+                        return i
+        return None
 
     def _uses(self, operand: int, spatial_axis: int) -> bool:
         var = [axis for axis in self.axes if axis.spatial][spatial_axis].var
@@ -122,14 +166,26 @@ class BlockView:
                 best, best_extent = i, extent
         return best
 
-    def matches_output_of(self, producer: BlockView) -> bool:
-        """Whether this spatial block runs over exactly what ``producer`` writes, axis by axis."""
-        spatial = [axis for axis in producer.axes if axis.spatial]
-        if not self.spatial_only or len(spatial) != len(self.axes):
+    @property
+    def plain(self) -> bool:
+        """Whether every index of every operand is one axis by itself, as in a matrix product."""
+        return all(isinstance(index, tvm.ir.Var) for _, indices in self.reads for index in indices)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether a spatial block only moves values, index for index."""
+        if not self.spatial_only or len(self.loads) != 1 or not self.moves:
             return False
-        return all(
-            tvm_ffi.structural_equal(a.extent, b.extent, map_free_vars=False) for a, b in zip(spatial, self.axes)
-        )
+        indices = self.loads[0][1]
+        return len(indices) == len(self.output) and all(a.same_as(b) for a, b in zip(indices, self.output))
+
+    def plain_of(self, producer: BlockView) -> bool:
+        """Whether this spatial block reads what ``producer`` writes at its own axes, all in order."""
+        rank = len(producer.output)
+        if not self.spatial_only or rank != len(self.axes):
+            return False
+        counts = self.leading_indices_of(producer)
+        return bool(counts) and all(count == rank for count in counts)
 
 
 def _mentions(expr: tvm.ir.Expr, var: tvm.ir.Var) -> bool:
@@ -163,14 +219,13 @@ def view(sch: Schedule, block: SBlockRV) -> BlockView:
         leading += 1
     store = node.body if isinstance(node.body, tvm.tirx.BufferStore) else None
     loads = _product(store.value) if store is not None else []
-    reads = [(load.source.name, tuple(load.indices)) for load in loads]
-    if not loads and store is not None:
-        reads = [
-            (load.source.name, tuple(load.indices))
-            for load in walk(store.value)
-            if isinstance(load, tvm.ir.TensorLoad) and not load.source.same_as(store.buffer)
-        ]
+    every = [
+        (load.source, tuple(load.indices))
+        for load in (walk(store.value) if store is not None else ())
+        if isinstance(load, tvm.ir.TensorLoad) and store is not None and not load.source.same_as(store.buffer)
+    ]
     spatial_only = all(axis.spatial for axis in axes)
+    reads = [(load.source, tuple(load.indices)) for load in loads] if loads and not spatial_only else every
     contraction = not spatial_only and len(loads) == 2 and not loads[0].source.same_as(loads[1].source)
     return BlockView(
         axes,
@@ -180,6 +235,9 @@ def view(sch: Schedule, block: SBlockRV) -> BlockView:
         str(store.buffer.dtype) if store is not None else "float32",
         tuple(store.indices) if store is not None else (),
         tuple(reads),
+        store.buffer if store is not None else None,
+        tuple(every),
+        store is not None and isinstance(store.value, tvm.ir.TensorLoad),
     )
 
 

@@ -1,0 +1,330 @@
+"""Kernels on this machine, ours against TVM's default and numpy, side by side: ``python -m benchmarks.host_kernels``.
+
+Each kernel is a Relax function compiled twice for the host: by our pipeline, and by ``tvm.compile`` alone, which on a
+CPU neither fuses nor schedules.  Both, and numpy where it has such a function, are timed in turns within one run, so
+that what else the machine does falls on all alike; a figure is the fastest of the turns, wall time of one call, and
+beside it the processor time of all threads.  The last rows are the entries of shapes3 as they are shipped.
+
+``--check`` asks that no kernel is slower than 0.9 times TVM's default, that a 512 x 512 x 512 product is at least 20
+times as fast as it, and that shapes3's prefill is faster than its numpy reference in wall and in processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, tirx
+
+import crossloom
+from crossloom.driver import compile_model
+from crossloom.importers.load import load_model
+from crossloom.models import shapes3
+from crossloom.models.shapes3.greedy import causal_mask
+from crossloom.targets import get_target
+
+SLOWEST, PRODUCT = 0.9, 20.0
+#: Turns, and the least time of one turn (seconds).
+TURNS, TURN_S = 9, 0.01
+
+op = relax.op
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is measured.
+
+    Attributes
+    ----------
+    name : str
+    build : callable
+        Relax operands to a Relax expression.
+    shapes : tuple
+        Of the operands; a string is a symbolic dimension.
+    numpy : callable or None
+        The same in numpy.
+    sizes : mapping of str to int
+        Values of the symbolic dimensions.
+    integers : int
+        The last operand holds indices below this; 0 when all operands are float32.
+    """
+
+    name: str
+    build: Callable[..., relax.Expr]
+    shapes: tuple[tuple[int | str, ...], ...]
+    numpy: Callable[..., Any] | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    integers: int = 0
+
+    def arrays(self, seed: int = 0) -> list[np.ndarray]:
+        """Draw the operands."""
+        rng = np.random.default_rng(seed)
+        shapes = [tuple(self.sizes[d] if isinstance(d, str) else d for d in shape) for shape in self.shapes]
+        out = [rng.standard_normal(shape).astype("float32") for shape in shapes]
+        if self.integers:
+            out[-1] = rng.integers(0, self.integers, shapes[-1])
+        return out
+
+    def module(self) -> tvm.ir.IRModule:
+        """Return the kernel as a module of one function."""
+        dims: dict[str, tirx.Var] = {}
+        params = []
+        for i, shape in enumerate(self.shapes):
+            dtype = "int64" if self.integers and i == len(self.shapes) - 1 else "float32"
+            bound = [dims.setdefault(d, tirx.Var(d, "int64")) if isinstance(d, str) else d for d in shape]
+            params.append(relax.Var(f"x{i}", relax.TensorType(bound, dtype)))
+        builder = relax.BlockBuilder()
+        with builder.function("main", params):
+            with builder.dataflow():
+                out = builder.emit_output(self.build(*params))
+            builder.emit_func_output(out)
+        return builder.get()
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def _layer_norm(x: np.ndarray, g: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * g + b
+
+
+def _rms_norm(x: np.ndarray, g: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * g
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def _transposed_product(x: relax.Expr, w: relax.Expr) -> relax.Expr:
+    return op.matmul(x, op.permute_dims(w))
+
+
+def _conv(groups: int) -> Callable[..., relax.Expr]:
+    return lambda x, w: op.nn.conv2d(x, w, padding=1, groups=groups)
+
+
+def _transpose(name: str, axes: tuple[int, ...], shape: tuple[int, ...]) -> Kernel:
+    def numpy(x: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(x.transpose(axes))
+
+    return Kernel(name, lambda x: op.permute_dims(x, axes), (shape,), numpy)
+
+
+def _sum(name: str, axis: int) -> Kernel:
+    return Kernel(name, lambda x: op.sum(x, axis), ((64, 48, 96),), lambda x: x.sum(axis))
+
+
+_DIM, _MLP, _HEADS, _HEAD = shapes3.CONFIG.dim, shapes3.CONFIG.mlp_dim, shapes3.CONFIG.heads, shapes3.CONFIG.head_dim
+_T = {"T": 60}
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel("matmul 512", op.matmul, ((512, 512), (512, 512)), np.matmul),
+    Kernel("matmul 512, transposed", _transposed_product, ((512, 512), (512, 512)), lambda x, w: x @ w.T),
+    Kernel("matmul ragged 257", op.matmul, ((257, 129), (129, 131)), np.matmul),
+    Kernel("matmul ragged tiny", op.matmul, ((17, 31), (31, 97)), np.matmul),
+    Kernel("matmul tiny 8", op.matmul, ((8, 8), (8, 8)), np.matmul),
+    Kernel("matmul dynamic rows", op.matmul, (("T", 128), (128, 384)), np.matmul, _T),
+    Kernel("gemv 1024", op.matmul, ((1, 1024), (1024, 1024)), np.matmul),
+    Kernel("gemv transposed", _transposed_product, ((1, 1024), (1024, 1024)), lambda x, w: x @ w.T),
+    Kernel("matmul batched small", op.matmul, ((16, 24, 20), (16, 20, 24)), np.matmul),
+    Kernel("matmul batched 64", op.matmul, ((8, 64, 64), (8, 64, 64)), np.matmul),
+    Kernel("conv2d 3x3", _conv(1), ((1, 32, 28, 28), (32, 32, 3, 3))),
+    Kernel("conv2d 3x3 ragged", _conv(1), ((1, 3, 47, 45), (7, 3, 3, 3))),
+    Kernel("depthwise 3x3", _conv(64), ((1, 64, 28, 28), (64, 1, 3, 3))),
+    Kernel("softmax", lambda x: op.nn.softmax(x, -1), ((64, 512),), _softmax),
+    Kernel("softmax ragged", lambda x: op.nn.softmax(x, -1), ((30, 77),), _softmax),
+    Kernel("softmax dynamic", lambda x: op.nn.softmax(x, -1), ((4, "T", "T"),), _softmax, _T),
+    Kernel("layer norm", lambda x, g, b: op.nn.layer_norm(x, g, b, [-1]), ((64, 768), (768,), (768,)), _layer_norm),
+    Kernel("rms norm", lambda x, g: op.nn.rms_norm(x, g, [-1], 1e-5), ((64, 768), (768,)), _rms_norm),
+    Kernel(
+        "elementwise chain",
+        lambda x, y, z: op.nn.relu(op.subtract(op.multiply(op.add(x, y), z), x)),
+        ((256, 1024),) * 3,
+        lambda x, y, z: np.maximum((x + y) * z - x, 0),
+    ),
+    Kernel("gelu", op.nn.gelu, ((64, 768),)),
+    Kernel("silu", op.nn.silu, ((64, 768),), _silu),
+    Kernel("exp", op.exp, ((64, 768),), np.exp),
+    Kernel("tanh", op.tanh, ((64, 768),), np.tanh),
+    _transpose("transpose 512", (1, 0), (512, 512)),
+    _transpose("transpose batched", (0, 2, 1), (8, 96, 80)),
+    _transpose("transpose heads", (0, 2, 1, 3), (1, 128, 8, 64)),
+    _transpose("transpose ragged", (1, 0), (301, 277)),
+    _sum("sum first", 0),
+    _sum("sum middle", 1),
+    _sum("sum last", 2),
+    Kernel("gather", lambda x, i: op.take(x, i, 0), ((1000, 64), (128,)), lambda x, i: x[i], integers=1000),
+    Kernel("shapes3 norm", lambda x, g: op.nn.rms_norm(x, g, [-1], 1e-6), ((1, "T", _DIM), (_DIM,)), _rms_norm, _T),
+    Kernel("shapes3 linear", op.matmul, ((1, "T", _DIM), (_DIM, _MLP)), np.matmul, _T),
+    Kernel(
+        "shapes3 scores",
+        lambda q, k: op.matmul(q, op.permute_dims(k, (0, 1, 3, 2))),
+        ((1, _HEADS, "T", _HEAD),) * 2,
+        lambda q, k: q @ k.transpose(0, 1, 3, 2),
+        _T,
+    ),
+    Kernel("shapes3 mix", op.matmul, ((1, _HEADS, "T", "T"), (1, _HEADS, "T", _HEAD)), np.matmul, _T),
+    Kernel("shapes3 gate", lambda x, y: op.multiply(op.nn.silu(x), y), ((1, "T", _MLP),) * 2, None, _T),
+    Kernel("shapes3 residual", op.add, ((1, "T", _DIM),) * 2, np.add, _T),
+    Kernel("tiny add", op.add, ((8,), (8,)), np.add),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel's figures, by who ran it (``ours``, ``default``, ``numpy``): wall and processor time of one call."""
+
+    name: str
+    wall_us: Mapping[str, float]
+    cpu_us: Mapping[str, float]
+
+    def gain(self, other: str) -> float:
+        """Return how many times as fast ours is; nan where the other has no figure."""
+        return self.wall_us.get(other, float("nan")) / self.wall_us["ours"]
+
+
+def take_turns(
+    runs: Mapping[str, Callable[[], Any]], turns: int, turn_s: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the fastest wall and processor time of one call (microseconds), each turn running all of them."""
+    calls: dict[str, int] = {}
+    for name, run in runs.items():
+        run()
+        start = time.perf_counter()
+        run()
+        calls[name] = max(1, int(turn_s / max(time.perf_counter() - start, 1e-6)))
+    wall = dict.fromkeys(runs, float("inf"))
+    cpu = dict.fromkeys(runs, float("inf"))
+    for _ in range(turns):
+        for name, run in runs.items():
+            start, busy = time.perf_counter(), time.process_time()
+            for _ in range(calls[name]):
+                run()
+            wall[name] = min(wall[name], 1e6 * (time.perf_counter() - start) / calls[name])
+            cpu[name] = min(cpu[name], 1e6 * (time.process_time() - busy) / calls[name])
+    return wall, cpu
+
+
+def _machine(executable: Any, entry: str, arrays: Sequence[np.ndarray]) -> Callable[[], Any]:
+    function = relax.VirtualMachine(executable, tvm.cpu())[entry]
+    tensors = [tvm.runtime.tensor(np.ascontiguousarray(a)) for a in arrays]
+    return lambda: function(*tensors)
+
+
+def measure_kernel(kernel: Kernel, turns: int = TURNS, turn_s: float = TURN_S) -> Row:
+    """Compile one kernel both ways and time it."""
+    target = get_target("host").tvm_target()
+    arrays = kernel.arrays()
+    ours = tvm.compile(kernel.module(), target, relax_pipeline=crossloom.pipeline(target))
+    runs = {
+        "ours": _machine(ours, "main", arrays),
+        "default": _machine(tvm.compile(kernel.module(), target), "main", arrays),
+    }
+    if kernel.numpy is not None:
+        runs["numpy"] = lambda: kernel.numpy(*arrays)  # type: ignore[misc]
+    return Row(kernel.name, *take_turns(runs, turns, turn_s))
+
+
+def model_inputs(length: int = 60) -> dict[str, dict[str, np.ndarray]]:
+    """Return inputs of shapes3's entries by name; ``length`` tokens in prefill, and before the one of decode."""
+    config, rng = shapes3.CONFIG, np.random.default_rng(0)
+    cache = (config.layers, 1, config.kv_heads, length, config.head_dim)
+    drawn: dict[str, dict[str, tuple[int, ...]]] = {
+        "vision": {"image": (1, config.channels, config.image_size, config.image_size)},
+        "audio": {"log_mel": (1, config.n_mels, config.frames)},
+        "prefill": {"inputs_embeds": (1, length, config.dim)},
+        "decode": {"past_key": cache, "past_value": cache},
+    }
+    out = {
+        entry: {name: rng.standard_normal(shape).astype("float32") for name, shape in wanted.items()}
+        for entry, wanted in drawn.items()
+    }
+    out["prefill"] |= {"attention_mask": causal_mask(length), "position_ids": np.arange(length)[None]}
+    out["decode"] |= {
+        "input_ids": np.array([[3]]),
+        "attention_mask": np.zeros((1, 1, 1, length + 1), "float32"),
+        "position_ids": np.array([[length]]),
+    }
+    return out
+
+
+def measure_model(turns: int = TURNS, turn_s: float = TURN_S) -> list[Row]:
+    """Compile shapes3 both ways and time its entries; numpy is the model's own reference."""
+    model = load_model(shapes3.path() / "shapes3.toml")
+    host = get_target("host")
+    ours = compile_model(model, host)
+    default = tvm.compile(model.mod, host.tvm_target())
+    rows = []
+    for entry, inputs in model_inputs().items():
+        runs: dict[str, Callable[[], Any]] = {}
+        for name, executable, owner in (("ours", ours.executable, ours.model), ("default", default, model)):
+            arrays = [inputs[spec.name] for spec in owner.entries[entry].inputs] + owner.entry_params(entry)
+            runs[name] = _machine(executable, entry, arrays)
+        runs["numpy"] = partial(shapes3.reference.run, entry, inputs)
+        rows.append(Row(f"shapes3: {entry}", *take_turns(runs, turns, turn_s)))
+    return rows
+
+
+def shortfalls(rows: Sequence[Row]) -> list[str]:
+    """Return what falls short of the figures asked."""
+    out = []
+    for row in rows:
+        gain = row.gain("default")
+        if gain < SLOWEST:
+            out.append(f"{row.name}: {gain:.2f} times TVM's default, asked {SLOWEST:g}")
+        if row.name == "matmul 512" and gain < PRODUCT:
+            out.append(f"{row.name}: {gain:.1f} times TVM's default, asked {PRODUCT:g}")
+        if row.name == "shapes3: prefill":
+            for what, figures in (("wall", row.wall_us), ("processor", row.cpu_us)):
+                if figures["ours"] >= figures["numpy"]:
+                    took = f"{figures['ours'] / 1000:.2f} ms against {figures['numpy'] / 1000:.2f} ms of numpy"
+                    out.append(f"{row.name}: {took} in {what} time")
+    return out
+
+
+def main() -> int:
+    """Print the table; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--only", default="", help="measure the kernels whose name holds this text")
+    args = parser.parse_args()
+    print(f"{'kernel':24s}{'ours':>11s}{'default':>11s}{'numpy':>11s}{'cpu ours':>11s}{'cpu numpy':>11s}", end="")
+    print(f"{'x default':>11s}{'x numpy':>9s}   microseconds a call")
+    rows = []
+
+    def show(row: Row) -> None:
+        rows.append(row)
+        figures = [row.wall_us["ours"], row.wall_us["default"], row.wall_us.get("numpy")]
+        figures += [row.cpu_us["ours"], row.cpu_us.get("numpy")]
+        cells = "".join(f"{'-' if value is None else format(value, '.1f'):>11s}" for value in figures)
+        print(f"{row.name:24s}{cells}{row.gain('default'):11.2f}{row.gain('numpy'):9.2f}", flush=True)
+
+    for kernel in KERNELS:
+        if args.only in kernel.name:
+            show(measure_kernel(kernel))
+    if args.only in "shapes3: vision audio prefill decode":
+        for row in measure_model():
+            show(row)
+    if args.json:
+        args.json.write_text(json.dumps([vars(row) for row in rows], indent=1))
+    missing = shortfalls(rows) if args.check else []
+    for line in missing:
+        print(f"short: {line}", file=sys.stderr)
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
