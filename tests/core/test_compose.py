@@ -274,3 +274,11 @@ def test_packed_weights_module_attributes_and_global_infos_survive():
     second.mod = second.mod.with_attr("vendor.key", "2")
     with pytest.raises(UnsupportedModel, match=r"'a' and 'b' carry different values of attribute 'vendor\.key'"):
         compose({"a": first, "b": second}, {"e": ["a", "b"]})
+
+
+def test_a_part_whose_sizes_hold_conditions_is_named():
+    op = relax.op
+    last = lambda x: op.strided_slice(x, [0], [x.ty.shape[0] - 1], [x.ty.shape[0]])
+    odd = part(last, [X], [("y", (1, 4), "float32")])
+    with pytest.raises(UnsupportedModel, match=r"'run' cannot be copied.*\n.*specialize"):
+        compose({"a": odd}, {"e": ["a"]})

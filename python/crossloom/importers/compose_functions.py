@@ -9,6 +9,7 @@ from tvm import relax
 from tvm.relax.expr import _update_type as update_type
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from ..errors import UnsupportedModel
 from ..model import Model
 from .compose_weights import free_name
 
@@ -27,7 +28,15 @@ class _Renamer(PyExprMutator):
 
 def renew(names: Mapping[str, tvm.ir.GlobalVar], function: relax.Function) -> relax.Function:
     """Copy a function: new variables, references to private functions renamed."""
-    copy = relax.utils.copy_with_new_vars(function)
+    try:
+        copy = relax.utils.copy_with_new_vars(function)
+    except Exception as error:  # tvm cannot rebuild a type whose size holds a condition
+        name = (function.attrs or {}).get("global_symbol", "a private function")
+        text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UnsupportedModel(
+            f"function {str(name)!r} cannot be copied into the composed model: {text}",
+            "fix the dimensions its slices depend on with specialize()",
+        ) from error
     return _Renamer(names).visit_expr(copy) if names else copy
 
 

@@ -20,6 +20,7 @@ from ..model import Model
 from .gather import bound_gathers
 from .signature import entry_attributes, entry_of, output_types
 from .torch_attention import convert_attention
+from .torch_norm import convert_layer_norm
 from .torch_slice import slice_converter
 
 # Operators TVM translates as a whole; decomposing them only hides what they are from the passes.
@@ -88,6 +89,7 @@ def from_torch(
             run_ep_decomposition=False,
             custom_convert_map={
                 "scaled_dot_product_attention.default": convert_attention,
+                "layer_norm.default": convert_layer_norm,
                 "embedding.default": _convert_embedding,
                 "slice.Tensor": slice_converter(_least_sizes(program)),
             },
