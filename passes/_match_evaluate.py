@@ -97,6 +97,8 @@ class Evaluator:
             return _cast(value, dtype(call))
         if (moved := self._view(call, name, value)) is not None:
             return moved
+        if name == "relax.bitwise_not" and dtype(call) == "bool":
+            name = "relax.logical_not"
         values = [value, *(self.at(a) for a in call.args[1:])]
         return _apply(name, [v for v in values if v is not None]) if None not in values else None
 
