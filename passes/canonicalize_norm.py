@@ -64,7 +64,8 @@ def _match(graph: Graph, root: relax.Expr) -> tuple[dict[str, relax.Expr], dict[
         of = _centred(graph, leaf) if centred else None
         same = of is not None and of[1] == axes and uncast(graph, of[0]).same_as(x)
         (own if same or (not centred and uncast(graph, leaf).same_as(x)) else rest).append(leaf)
-    if len(rest) > 1 or len(own) > 1:
+    # More factors are no norm; none at all is the inverse root by itself.
+    if not leaves or len(rest) > 1 or len(own) > 1:
         return None
     if not own:
         return refuse("mean-of-another-value", getattr(x, "name", ""))

@@ -422,6 +422,33 @@ def test_every_function_is_treated():
         assert np.array_equal(run(mod, [x, w], name), run(out, [x, w], name))
 
 
+@pytest.mark.parametrize("kind", ["rms", "attention", "linear", "embedding", "activation"])
+def test_twice_is_once(kind):
+    built = {
+        "rms": (rms(SQUARES["power"], INVERSES["rsqrt"]), [(2, 8), (8,)]),
+        "attention": (attention(grouped), [(1, 4, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4), (1, 1, 3, 5)]),
+        "linear": (lambda e, x, w: op.matmul(x, w), [(2, 8), (8, 6)]),
+        "embedding": (lambda e, i, w: op.take(w, i, 0), [((2, 3), "int64"), (7, 4)]),
+        "activation": (gelu, [(2, 8)]),
+    }[kind]
+    once = CanonicalizeTransformer()(function(*built))
+    assert composites(once)
+    with Ledger() as ledger:
+        assert CanonicalizeTransformer()(once).same_as(once)
+    assert not len(ledger), "composites are no candidates"
+
+
+def test_what_lies_inside_a_match_is_no_candidate():
+    """A norm's inner product and a block's layers leave nothing in the ledger."""
+
+    def build(e, x, w, a, b):
+        y = e(rms(SQUARES["product"], INVERSES["one-over"])(e, x, w))
+        return op.matmul(e(gelu(e, e(op.matmul(y, a)))), b)
+
+    _, ledger = canonicalized(function(build, [(2, 8), (8,), (8, 12), (12, 8)]))
+    assert sorted((v.rewrite, v.code) for v in ledger) == [("mlp", "fired"), ("rms-norm", "fired")]
+
+
 def test_time_grows_linearly():
     def chain(n):
         def build(e, x, w):
