@@ -17,7 +17,7 @@ nested tuples.  A strategy of your own calls :func:`build`:
 ...     def reference(x):
 ...         return [np.maximum(x[0].astype("float64") * x[1].astype("float64"), 0)]
 ...     return build(draw, [("n", d), (d,)], emit, reference, dtype)
->>> assert_pass_preserves(relax.transform.Normalize(), scaled_relu(), numerics=EXACT, max_examples=2)
+>>> assert_pass_preserves(relax.transform.LegalizeOps(), scaled_relu(), numerics=EXACT, max_examples=2)
 """
 
 from __future__ import annotations
