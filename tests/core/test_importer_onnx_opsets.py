@@ -178,11 +178,50 @@ def pools(g: Graph) -> None:
     if g.opset >= 10:
         g.add("MaxPool", ["x"], kernel_shape=[3, 3], strides=[2, 2], ceil_mode=1, label="ceil")
         g.add("MaxPool", ["x"], kernel_shape=[2, 2], dilations=[2, 2], label="dilated")
+        g.add("AveragePool", ["x"], kernel_shape=[3, 3], strides=[2, 2], ceil_mode=1, label="ceil")
+    if g.opset >= 19:
+        g.add("AveragePool", ["x"], kernel_shape=[2, 2], dilations=[2, 2], label="dilated")
+    g.add("GlobalMaxPool", ["x"])
     w = g.const(np.random.default_rng(1).standard_normal((3, 2, 3, 3)) * 0.2, "float32")
     g.add("ConvTranspose", ["x", w], strides=[2, 2], pads=[1, 1, 1, 1], output_padding=[1, 1])
 
 
-GROUPS = {f.__name__: f for f in (shapes, pads, reductions, activations, norms, resizes, pools)}
+def arithmetic(g: Graph) -> None:
+    """Ties, signs and defaults; what opsets 10 to 13 added types to."""
+    ties = g.const([[-2.5, -1.5, -0.5, 0.5, 1.5, 2.5]], "float32")
+    if g.opset >= 11:
+        g.add("Round", [g.add("Add", [ties, g.axes("ReduceSum", g.add("Sub", ["m", "m"])[0], [0, 1], 13)[0]])[0]])
+    a, b = g.const([7, -7, 7, -7]), g.const([3, 3, -3, -3])
+    g.add("Div", [a, b])
+    if g.opset >= 10:
+        g.add("Mod", [a, b])
+        g.add("Mod", ["m", g.const(0.7, "float32")], fmod=1, label="fmod")
+    rows = g.add("Flatten", ["m"], axis=2)[0]
+    w, bias = g.const(np.linspace(-1, 1, 30).reshape(5, 6), "float32"), g.const(np.arange(5), "float32")
+    g.add("Gemm", [rows, w, bias], transB=1, alpha=0.5, beta=2.0)
+    if g.opset >= 11:
+        g.add("Gemm", [rows, w], transB=1, label="bare")
+    g.add("PRelu", ["x", g.const([[[0.1]], [[0.2]], [[0.3]]], "float32")])
+    for op_type in ("HardSigmoid", "Elu", "Selu", "Softplus", "Softsign", "Erf", "LeakyRelu"):
+        g.add(op_type, ["m"])
+    g.add("LRN", ["x"], size=3, alpha=0.01, beta=0.6, bias=1.5)
+    g.add("OneHot", [g.const([0, -1 if g.opset >= 11 else 2, 3]), g.const(4), g.const([0.5, 2.0], "float32")], axis=0)
+    g.add("Where", [g.add("Greater", ["m", g.const(0.0, "float32")])[0], "m", g.const(9.0, "float32")])
+    if g.opset >= 12:
+        g.add("ArgMax", [g.const([[3, 1, 3]])], axis=1, select_last_index=1)
+    updates = g.const([[9.0, 8.0]], "float32")
+    table = g.const(np.arange(12).reshape(3, 4), "float32")
+    g.add(
+        "Scatter" if g.opset < 11 else "ScatterElements",
+        [table, g.const([[1, -1 if g.opset >= 11 else 3]]), updates],
+        axis=1,
+    )
+    g.add("Expand", [ties, g.const([3, 1])])
+    g.add("Cast", ["m"], to=T.INT32)
+    g.add("Sum", ["m", "m", g.const(1.0, "float32")])
+
+
+GROUPS = {f.__name__: f for f in (shapes, pads, reductions, activations, norms, resizes, pools, arithmetic)}
 
 
 def compare(g: Graph, n: int = 2) -> None:

@@ -1,4 +1,4 @@
-"""Gather, GatherElements and GatherND: negative indices count from the end, no index leaves the tensor.
+"""Gather, GatherElements, GatherND and OneHot: negative indices count from the end, none leaves the tensor.
 
 The standard leaves an index outside ``-size .. size - 1`` undefined; here it reads the nearest element.
 """
@@ -12,7 +12,7 @@ import tvm
 from tvm import relax
 
 from crossloom.errors import UnsupportedModel
-from crossloom.importers.gather import bounded, known_sizes, safe_take
+from crossloom.importers.gather import bounded, known_sizes, safe_take, size_tensor
 from crossloom.importers.onnx_contrib import Call, Converter, dtype_of
 
 op = relax.op
@@ -82,8 +82,33 @@ def gather_nd(c: Call) -> list[Any]:
     return [c.emit(op.gather_nd(x, at, first))]
 
 
+def one_hot(c: Call) -> list[Any]:
+    """OneHot: the on value where an index says, the off value elsewhere; an index out of range is nowhere."""
+    indices, values = c.need(0), c.need(2)
+    known = c.known[1].list() if c.known[1] is not None else []
+    depth = known[0] if len(known) == 1 else c.arrays[1].reshape(-1)[0] if c.arrays[1] is not None else None
+    if depth is None or known_sizes(values) != [2]:
+        raise UnsupportedModel(f"{c.where}: needs a known depth and two values", "store the depth as an initializer")
+    depth = int(depth) if not isinstance(depth, tvm.ir.Expr) else depth
+    rank = indices.ty.ndim + 1
+    axis = int(c.attrs.get("axis", -1))
+    if not -rank <= axis < rank:
+        raise UnsupportedModel(f"{c.where}: axis {axis} does not fit rank {rank}", "correct the axis")
+    axis %= rank
+    at = indices if dtype_of(indices) == "int64" else c.emit(op.astype(indices, "int64"))
+    extent = c.emit(op.reshape(size_tensor(c.emit, [depth]), []))
+    below = c.emit(op.less(at, relax.const(0, "int64")))
+    at = c.emit(op.expand_dims(c.emit(op.where(below, c.emit(op.add(at, extent)), at)), axis))
+    lanes = c.emit(
+        op.reshape(c.emit(op.arange(0, depth, 1, "int64")), [depth if i == axis else 1 for i in range(rank)])
+    )
+    pair = [c.emit(op.reshape(c.emit(op.strided_slice(values, [0], [i], [i + 1])), [])) for i in range(2)]
+    return [c.emit(op.where(c.emit(op.equal(at, lanes)), pair[1], pair[0]))]
+
+
 GATHERS: dict[tuple[str, str], Converter] = {
     ("", "Gather"): gather,
     ("", "GatherElements"): gather_elements,
     ("", "GatherND"): gather_nd,
+    ("", "OneHot"): one_hot,
 }
