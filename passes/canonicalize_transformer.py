@@ -2,9 +2,8 @@
 
 Before: the operators an importer wrote.  After: calls to private functions with ``Composite`` =
 ``crossloom.rms_norm``, ``crossloom.layer_norm``, ``crossloom.rotary``, ``crossloom.attention``,
-``crossloom.gated_mlp``,
-``crossloom.mlp``, ``crossloom.linear``, ``crossloom.embedding``, ``crossloom.activation``; each body
-is the matched lines.
+``crossloom.gated_mlp``, ``crossloom.mlp``, ``crossloom.linear``, ``crossloom.embedding``,
+``crossloom.activation``; each body is the matched lines.  Attributes: see the file of each.
 
 Fires where the meaning is proved.  Never elsewhere: the lines stay, and a verdict says why.
 

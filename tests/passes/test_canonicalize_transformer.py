@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import tvm
+from hypothesis import strategies as st
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -15,6 +16,7 @@ from tvm.script import relax as R
 from crossloom.numerics import worst_error
 from crossloom.passes.canonicalize_transformer import CanonicalizeTransformer
 from crossloom.rewrite import composite_attrs, composite_name
+from crossloom.testing import assert_pass_preserves, references, strategies
 from crossloom.verdict import Ledger
 
 TARGET = tvm.target.Target({"kind": "llvm"})
@@ -403,9 +405,31 @@ def test_activation(kind, build):
     assert np.array_equal(run(mod, [x]), run(out, [x]))
 
 
-def test_other_slopes_are_other_functions():
-    out, _ = canonicalized(function(lambda e, x: op.multiply(x, e(op.sigmoid(e(op.multiply(c(1.6), x))))), [(3, 4)]))
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("slope", [1.6, 1.7])
+def test_other_slopes_are_other_functions(slope, dtype):
+    def build(e, x):
+        return op.multiply(x, e(op.sigmoid(e(op.multiply(x, c(slope, dtype))))))
+
+    out, _ = canonicalized(function(build, [(3, 4)], dtype=dtype))
     assert not composites(out)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "quick_gelu"])
+def test_constants_rounded_to_half_precision(kind):
+    def half(value):
+        return c(value, "float16")
+
+    def build(e, x):
+        if kind == "quick_gelu":
+            return op.multiply(x, e(op.sigmoid(e(op.multiply(x, half(1.702))))))
+        if kind == "gelu":
+            return op.multiply(op.multiply(x, half(0.5)), op.add(op.erf(op.multiply(x, half(0.5**0.5))), half(1.0)))
+        inner = op.multiply(half(0.7978845608), op.add(x, op.multiply(half(0.044715), op.power(x, half(3.0)))))
+        return op.multiply(op.multiply(half(0.5), x), op.add(half(1.0), op.tanh(inner)))
+
+    out, _ = canonicalized(function(build, [(3, 4)], dtype="float16"))
+    assert composites(out)["crossloom.activation"]["kind"] == kind
 
 
 # modules
@@ -466,3 +490,62 @@ def test_time_grows_linearly():
     small, large = chain(30), chain(240)
     seconds(small)
     assert seconds(large) < 8 * 4 * max(seconds(small), 0.02)
+
+
+def test_golden_activation():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, "n"), "float16")):
+            with R.dataflow():
+                a = R.multiply(x, R.const(1.702, "float16"))
+                s = R.sigmoid(a)
+                y = R.multiply(x, s)
+                R.output(y)
+            return y
+
+    @I.ir_module
+    class Expected:
+        @R.function(private=True)
+        def activation(x: R.Tensor((2, "n"), "float16")):
+            R.func_attr({"Composite": "crossloom.activation", "crossloom.kind": "quick_gelu"})
+            with R.dataflow():
+                a = R.multiply(x, R.const(1.702, "float16"))
+                s = R.sigmoid(a)
+                y = R.multiply(x, s)
+                R.output(y)
+            return y
+
+        @R.function
+        def main(x: R.Tensor((2, "n"), "float16")):
+            cls = Expected
+            with R.dataflow():
+                y = cls.activation(x)
+                R.output(y)
+            return y
+
+    tvm.ir.assert_structural_equal(CanonicalizeTransformer()(Before), Expected)
+
+
+ACTIVATIONS = {
+    "silu": lambda e, x: op.multiply(x, e(op.sigmoid(x))),
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "quick": lambda e, x: op.multiply(e(op.sigmoid(e(op.multiply(x, c(1.702))))), x),
+}
+
+
+@st.composite
+def activations(draw):
+    kind = draw(st.sampled_from(sorted(ACTIVATIONS)))
+
+    def reference(x):
+        if kind == "silu":
+            return [references.silu(x[0])]
+        return [references.gelu(x[0], {"gelu": "erf", "gelu_tanh": "tanh", "quick": "quick"}[kind])]
+
+    return strategies.build(draw, [("n", 3)], lambda bb, p: [ACTIVATIONS[kind](bb.emit, p[0])], reference, "float32")
+
+
+def test_property_activations_are_preserved():
+    assert_pass_preserves(CanonicalizeTransformer(), activations(), max_examples=8)
