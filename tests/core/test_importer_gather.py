@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import tvm
@@ -23,6 +25,15 @@ IDS = np.array([0, 3, 4, -1, -4, -5, 2**31, -(2**40), 2**62], "int64")
 ROWS = [0, 3, 3, 3, 0, 0, 3, 0, 3]
 
 
+@pytest.fixture
+def silent(capfd):
+    """Nothing may be printed on stderr; what earlier tests left for the collector to warn of goes first."""
+    gc.collect()
+    capfd.readouterr()
+    yield
+    assert capfd.readouterr().err == ""
+
+
 def run(model, *inputs):
     return run_module(model.mod, "main", [*inputs, *model.entry_params("main")])
 
@@ -40,17 +51,15 @@ def embedding(width=T.INT64, rows=4, **attrs):
     return onnx_model([node], inputs, [("y", T.FLOAT, None)], init)
 
 
-def test_onnx_gather_of_a_weight(capfd):
+def test_onnx_gather_of_a_weight(silent):
     model = from_onnx(embedding())
     np.testing.assert_array_equal(run(model, IDS)[0], TABLE[ROWS])
-    assert capfd.readouterr().err == ""
 
 
-def test_onnx_gather_with_a_symbolic_axis_and_narrow_ids(capfd):
+def test_onnx_gather_with_a_symbolic_axis_and_narrow_ids(silent):
     model = from_onnx(embedding(T.INT32, rows="v"))
     ids = np.array([0, -1, -4, -5, 4, 2**31 - 1, -(2**31)], "int32")
     np.testing.assert_array_equal(run(model, ids, TABLE)[0], TABLE[[0, 3, 0, 0, 3, 3, 0]])
-    assert capfd.readouterr().err == ""
 
 
 def test_onnx_gather_along_the_last_axis_with_constant_indices():
@@ -63,7 +72,7 @@ def test_onnx_gather_along_the_last_axis_with_constant_indices():
 
 
 @pytest.mark.parametrize("rows", [4, "v"])
-def test_onnx_gather_elements_and_nd(rows, capfd):
+def test_onnx_gather_elements_and_nd(rows, silent):
     nodes = [h.make_node("GatherElements", ["x", "i"], ["a"], axis=0), h.make_node("GatherND", ["x", "j"], ["b"])]
     inputs = [("x", T.FLOAT, [rows, 3]), ("i", T.INT64, [2, 3]), ("j", T.INT64, [4, 2])]
     model = from_onnx(onnx_model(nodes, inputs, [("a", T.FLOAT, None), ("b", T.FLOAT, None)]))
@@ -72,7 +81,6 @@ def test_onnx_gather_elements_and_nd(rows, capfd):
     a, b = run(model, TABLE, i, j)
     np.testing.assert_array_equal(a, np.take_along_axis(TABLE, np.array([[0, 3, 3], [0, 3, 0]]), 0))
     np.testing.assert_array_equal(b, TABLE[[0, 3, 3, 0], [0, 2, 2, 0]])
-    assert capfd.readouterr().err == ""
 
 
 def test_onnx_scatters_write_inside():
@@ -114,10 +122,9 @@ def lookup() -> Model:
     return Model(bb.get(), {"w": TABLE}, {"main": entry})
 
 
-def test_compose_makes_hand_written_parts_safe(capfd):
+def test_compose_makes_hand_written_parts_safe(silent):
     model = compose({"e": lookup()}, {"main": ["e"]})
     np.testing.assert_array_equal(run(model, IDS)[0], TABLE[[0, 3, 3, 0, 0, 0, 3, 0, 3]])
-    assert capfd.readouterr().err == ""
 
 
 def test_bounding_twice_changes_nothing():

@@ -222,6 +222,12 @@ def _unconvertible(where: str, err: Exception) -> UnsupportedModel:
     return UnsupportedModel(f"{where}: cannot be converted: {text[-1][:400]}", "rewrite this node, or report it")
 
 
+def _close(bb: relax.BlockBuilder) -> None:
+    """End the block a failed import leaves open: TVM warns on stderr when it collects one."""
+    with contextlib.suppress(Exception):
+        bb._end_block()
+
+
 def convert(
     graph: onnx.GraphProto,
     opset: int,
@@ -237,8 +243,10 @@ def convert(
         try:
             return importer.from_onnx(graph, opset)
         except CrossloomError:
+            _close(importer.bb)
             raise
         except Exception as err:
+            _close(importer.bb)
             text = str(err).strip().splitlines() or [type(err).__name__]
             raise UnsupportedModel(
                 f"graph '{graph.name}': cannot be converted: {text[-1][:400]}", "simplify or report the model"
