@@ -15,10 +15,9 @@ TESTING = ["crossloom.testing"] + [
 ]
 CORE = ["crossloom.verdict", "crossloom.options", "crossloom.numerics"]
 #: Modules with examples; a name that loses them fails.
-WITH_EXAMPLES = {
-    "crossloom.testing",
-    *(f"crossloom.testing.{name}" for name in ("instrument", "references", "runner", "stages", "strategies", "verify")),
-    *CORE,
+WITH_EXAMPLES = {"crossloom.testing", *CORE} | {
+    f"crossloom.testing.{name}"
+    for name in ("instrument", "records", "references", "runner", "stages", "strategies", "verify")
 }
 
 

@@ -16,7 +16,8 @@ from crossloom.numerics import EXACT
 from crossloom.testing import Call, Culprit, Record
 from crossloom.testing.bisection import find_rewrite
 from crossloom.testing.execution import BundleExecutor
-from crossloom.testing.stages import compare, compile_stages, walk
+from crossloom.testing.records import compare
+from crossloom.testing.stages import compile_stages, walk
 
 from .inputs import fill
 

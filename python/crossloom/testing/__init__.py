@@ -66,9 +66,10 @@ from typing import TYPE_CHECKING
 from .bisection import Culprit
 from .execution import BundleExecutor, Call, Executor, HostExecutor, as_model, make_calls
 from .instrument import NumericsBudgetExceeded, NumericsInstrument
+from .records import Record, render
 from .repro import replay, write_repro
 from .runner import random_inputs, run_module
-from .stages import Record, Stage, compile_stages, contract_of, render, walk
+from .stages import Stage, compile_stages, contract_of, walk
 from .verify import bisect, verify_pipeline
 
 if TYPE_CHECKING:

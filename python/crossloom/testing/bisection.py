@@ -13,7 +13,8 @@ from ..numerics import Numerics
 from ..rewrite import limit_rewrites
 from ..verdict import Verdict
 from .execution import Call, Executor
-from .stages import Stage, Walked, compare, reason, run_after
+from .records import compare, reason
+from .stages import Stage, Walked, run_after
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from ..errors import BudgetExceeded
 from ..numerics import EXACT, REASSOCIATES, Numerics, Violation
 from ..verdict import Ledger
 from .execution import Call, Executor, HostExecutor, Outputs, as_model, make_calls
-from .stages import Record, compare, contract_of, reason, run_after
+from .records import Record, compare, reason
+from .stages import contract_of, run_after
 
 #: How many modules' outputs are kept: passes inside of passes start from modules already run.
 _KEEP = 12

@@ -12,7 +12,8 @@ from tvm_ffi import structural_equal
 from ..errors import UsageError
 from ..numerics import Numerics
 from .execution import HostExecutor, as_model, make_calls
-from .stages import compare, contract_of, reason
+from .records import compare, reason
+from .stages import contract_of
 from .strategies import Case
 from .strategies import modules as all_modules
 

@@ -19,7 +19,8 @@ from ..registry import get_pass, make_pass
 from ..rewrite import limit_rewrites
 from .bisection import Culprit
 from .execution import BundleExecutor, Call, Executor, HostExecutor
-from .stages import Stage, compare, compile_stages, pass_stage
+from .records import compare
+from .stages import Stage, compile_stages, pass_stage
 
 _SCRIPT = '''"""Shows one pass outside its numerics contract; needs crossloom. Run: python repro.py"""
 

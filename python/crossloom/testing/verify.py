@@ -12,7 +12,8 @@ from ..model import Model
 from ..numerics import EXACT, Numerics
 from .bisection import Culprit, find_rewrite
 from .execution import Executor, HostExecutor, Outputs, as_model, make_calls
-from .stages import Record, Stage, compare, pass_stage, walk
+from .records import Record, compare
+from .stages import Stage, pass_stage, walk
 
 Inputs = Mapping[str, Sequence[np.ndarray]]
 Step = tuple[str, tvm.transform.Pass, Numerics]
