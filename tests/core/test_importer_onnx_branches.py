@@ -143,3 +143,16 @@ def test_loops_are_refused_with_a_way_out():
     node = make("Loop", ["trips", "", "x"], ["y"], "repeat", body=body)
     with pytest.raises(UnsupportedModel, match=r"Loop.*repeat[\s\S]*unroll"):
         from_onnx(model_of([node], [("x", T.FLOAT, [2])], [("y", T.FLOAT)], [nh.from_array(np.array(3), "trips")]))
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_booleans_shapes_and_halves(flag):
+    """Results that are no floats: a mask, a shape known while importing beside one that is a weight, fp16."""
+    outputs = [("o1", T.BOOL), ("o2", T.INT64), ("o3", T.FLOAT16)]
+    half = lambda source: make("Cast", [source], ["o3"], to=T.FLOAT16)
+    then = branch([make("Not", ["p"], ["o1"]), make("Shape", ["x"], ["o2"]), half("x")], outputs)
+    other = branch([make("Identity", ["p"], ["o1"]), make("Identity", ["k"], ["o2"]), half("z")], outputs)
+    nodes = [make("Neg", ["x"], ["z"]), make("If", ["flag"], ["a", "b", "c"], then_branch=then, else_branch=other)]
+    inputs = [("x", T.FLOAT, ["n", 4]), ("flag", T.BOOL, []), ("p", T.BOOL, ["n"])]
+    proto = model_of(nodes, inputs, [("a", T.BOOL), ("b", T.INT64), ("c", T.FLOAT16)], [int64("k", 7, 9)])
+    compare(proto, x=X, flag=np.array(flag), p=np.array([True, False, True]))
