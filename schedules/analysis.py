@@ -39,6 +39,12 @@ def calls_math(node: object) -> bool:
     return False
 
 
+def is_conditional(node: object) -> bool:
+    """Say whether an ``if_then_else``, of which only one side may be evaluated, is under ``node``."""
+    calls = (part for part in walk(node) if isinstance(part, tvm.ir.Call))
+    return any(getattr(call.op, "name", "").endswith(".if_then_else") for call in calls)
+
+
 @dataclass(frozen=True)
 class Axis:
     """One block axis: its variable, extent (expression), kind and the loop expression it is bound to."""

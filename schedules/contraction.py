@@ -105,15 +105,19 @@ def _choose(stage: BlockView, machine: Machine, padding: bool = True) -> Tile:
         if n is not None:
             width = min((k * lanes for k in range(1, most + 1)), key=lambda w: (-(-n // w) * w, -w))
     if not width and n is not None:
-        width = divisor(n, most * lanes)
+        # A whole line of a picture is one vector of several registers, the last one not full.
+        width = n if n <= 4 * lanes else divisor(n, most * lanes)
         width = width if width >= lanes // 2 else 0
     if row is None:
         return Tile(None, column, 1, width)
     m = static(spatial[row].extent)
-    height = 4 if m is None else divisor(m, 6)
+    # As many sums as leave registers for the operands.
+    tallest = max(1, min(6, (machine.registers - machine.registers // 4) // max(1, -(-width // lanes))))
+    height = min(4, tallest) if m is None else divisor(m, tallest)
     pad_rows = False
-    if m is None or (height < 3 and m > 3):
-        height = 4 if m is None else min((6, 5, 4), key=lambda h: (-(-m // h) * h, -h))
+    if m is None or (height < min(3, tallest) and m > 3):
+        heights = range(tallest, max(1, tallest - 3), -1)
+        height = min(4, tallest) if m is None else min(heights, key=lambda h: (-(-m // h) * h, -h))
         pad_rows = padding
         if not _affine(spatial[row].extent):
             return Tile(None, column, 1, 0 if pad_columns else width)

@@ -7,12 +7,12 @@ from tvm.s_tir.schedule import SBlockRV, Schedule
 from .analysis import view
 from .machine import Machine
 from .rows import reduce_columns
-from .steps import PARALLEL_MIN_WORK, blocks_of, inline_producers, spread, static, work
+from .steps import PARALLEL_MIN_WORK, blocks_of, inline_producers, iterations, spread, static, work
 
-#: Rows and columns of a transposed tile; a cache line of float32 is 16.
-TILE = 16
-#: Smaller transposes fit the first-level cache anyhow (elements).
-TILE_MIN = 1 << 12
+#: A transpose of more elements is divided over threads; it moves memory, which one core nearly fills.
+TRANSPOSE_PARALLEL = 1 << 17
+#: Ragged transposes gain from tiles only where a column's lines no longer stay in the cache.
+RAGGED_TILE_MIN = 1 << 18
 
 
 def elementwise(sch: Schedule, machine: Machine) -> bool:
@@ -43,19 +43,28 @@ def _reduction(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
 
 
 def _tile_transpose(sch: Schedule, block: SBlockRV, machine: Machine) -> bool:
-    """Copy tile by tile where an operand is contiguous along another axis than the result."""
+    """Copy in square tiles of one register where an operand is contiguous along another axis than the result.
+
+    A tile is read in vectors and written line by line: the other way round the reads would be gathers.
+    """
     stage = view(sch, block)
     axis = stage.crossed_axis
     loops = list(sch.get_loops(block))
     if axis is None or len(loops) != len(stage.axes):
         return False
-    extents = [static(sch.get(loop).extent) for loop in loops]
-    if any(extent is None for extent in extents) or (extents[axis] or 0) * (extents[-1] or 0) < TILE_MIN:
+    lanes = machine.lanes(stage.dtype)
+    extents = static(sch.get(loops[axis]).extent), static(sch.get(loops[-1]).extent)
+    if extents[0] is None or extents[1] is None or lanes == 1:
         return False
-    tile, line = sch.split(loops[axis], [None, TILE])
-    columns, lane = sch.split(loops[-1], [None, TILE])
+    whole = extents[0] % lanes == 0 and extents[1] % lanes == 0
+    if not whole and iterations(stage) < RAGGED_TILE_MIN:
+        return False
+    tile, line = sch.split(loops[axis], [None, lanes])
+    columns, column = sch.split(loops[-1], [None, lanes])
     outer = [loop for i, loop in enumerate(loops[:-1]) if i != axis]
-    sch.reorder(*outer, tile, columns, line, lane)
-    if work(sch, block, machine) * machine.lanes(stage.dtype) >= PARALLEL_MIN_WORK:
+    sch.reorder(*outer, tile, columns, column, line)
+    if iterations(stage) >= TRANSPOSE_PARALLEL:
         sch.parallel(sch.fuse(*outer, tile))
+    if whole:
+        sch.vectorize(line)
     return True

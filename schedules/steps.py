@@ -6,11 +6,13 @@ import tvm
 from tvm.s_tir.schedule import LoopRV, SBlockRV, Schedule
 from tvm.s_tir.schedule.schedule import ScheduleError
 
-from .analysis import BlockView, calls_math, view
+from .analysis import BlockView, calls_math, is_conditional, view
 from .machine import Machine
 
 #: Less work than this is not worth waking the thread pool (vector operations; some 20 us on one core).
-PARALLEL_MIN_WORK = 1 << 15
+PARALLEL_MIN_WORK = 1 << 17
+#: Vector operations that a value costs which is loaded, changed and stored.
+MOVED = 4
 #: Vector operations that an intrinsic stands for.
 COSTLY = 12
 #: Stands for a symbolic extent where work is estimated (elements).
@@ -58,7 +60,7 @@ def work(sch: Schedule, block: SBlockRV, machine: Machine) -> int:
     """Return an estimate of a block's vector operations."""
     stage = view(sch, block)
     each = COSTLY if calls_math(sch.get(block).body) else 1
-    return iterations(stage) * each // machine.lanes(stage.dtype)
+    return iterations(stage) * each * (MOVED if stage.spatial_only else 1) // machine.lanes(stage.dtype)
 
 
 def divisor(extent: int | None, most: int) -> int:
@@ -94,6 +96,11 @@ def spread(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     if not loops:
         return
     parallel = work(sch, block, machine) >= PARALLEL_MIN_WORK
+    if is_conditional(sch.get(block).body):
+        # Vectorized, the condition would be a branch in each lane.
+        if parallel and len(loops) > 1:
+            sch.parallel(sch.fuse(*loops[:-1]))
+        return
     lanes = machine.lanes(stage.dtype)
     inner = static(sch.get(loops[-1]).extent)
     if len(loops) == 1 or (inner is not None and inner < lanes):

@@ -164,3 +164,51 @@ def test_rows_bounded_by_min_and_max_are_not_tiled():
         scheduled[name] = cpu.schedule(func, tvm.target.Target(HOST)).script()
     assert "// T.int64(4)" in scheduled["plain"]
     assert "// T.int64(4)" not in scheduled["slice"] and "T.vectorized" in scheduled["slice"]
+
+
+def kernel_text(build, *shapes, target=HOST):
+    """The scheduled kernels of a module of one function, printed."""
+    lowered, _ = lower(module(build, *shapes), target)
+    return lowered.script()
+
+
+def test_a_ragged_or_symbolic_product_is_padded_to_whole_tiles():
+    for shapes in [((17, 31), (31, 97)), (("m", 64), (64, "n"))]:
+        text = kernel_text(relax.op.matmul, *shapes)
+        assert "_pad" in text and "T.vectorized" in text and "T.unroll" in text
+    # So few products are not worth the copies.
+    assert "_pad" not in kernel_text(relax.op.matmul, (3, 5), (5, 7))
+
+
+@pytest.mark.parametrize("shape,axes", [((64, 48), (1, 0)), ((3, 40, 56), (0, 2, 1)), ((33, 21), (1, 0))])
+def test_transposes(shape, axes):
+    (x,) = arrays(shape)
+    mod = module(lambda x: relax.op.permute_dims(x, axes), shape)
+    np.testing.assert_array_equal(run(mod, [x]), x.transpose(axes))
+
+
+def test_a_transpose_reads_whole_registers_of_a_tile():
+    assert "T.vectorized" in kernel_text(lambda x: relax.op.permute_dims(x, (1, 0)), (64, 48))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(6, 5, 48), (4, 7, 9)])
+def test_softmax_over_any_axis(axis, shape):
+    """Over a middle axis the maximum is computed once a row, not once for every value of it."""
+    (x,) = arrays(shape)
+    e = np.exp(x - x.max(axis, keepdims=True))
+    mod = module(lambda x: relax.op.nn.softmax(x, axis), shape)
+    np.testing.assert_allclose(run(mod, [x]), e / e.sum(axis, keepdims=True), rtol=1e-5, atol=1e-6)
+
+
+def test_an_epilogue_that_reads_the_product_twice():
+    x, w = arrays((20, 24), (24, 36))
+    y = x @ w
+    mod = module(lambda x, w: relax.op.nn.silu(relax.op.matmul(x, w)), x.shape, w.shape)
+    np.testing.assert_allclose(run(mod, [x, w]), y / (1 + np.exp(-y)), rtol=1e-4, atol=1e-5)
+
+
+def test_for_plain_c_the_functions_stay_libm():
+    mod = module(relax.op.exp, (4, 4))
+    assert "crossloom.exp" in lower(mod)[0].script()
+    assert "crossloom.exp" not in lower(mod, {"kind": "c"})[0].script()
