@@ -66,7 +66,7 @@ def contraction(sch: Schedule, machine: Machine) -> bool:
     tile = _choose(stage, machine)
     if tile.pad_rows or tile.pad_columns:
         try:
-            _pad(sch, block, stage, tile, machine)
+            _pad(sch, block, stage, tile)
         except ScheduleError:
             tile = _choose(stage, machine, padding=False)
     tail = _tail(sch, block)
@@ -140,7 +140,7 @@ def _affine(extent: object) -> bool:
     return True
 
 
-def _pad(sch: Schedule, block: SBlockRV, stage: BlockView, tile: Tile, machine: Machine) -> None:
+def _pad(sch: Schedule, block: SBlockRV, stage: BlockView, tile: Tile) -> None:
     """Copy operands into zero-padded buffers of whole tiles; the result is copied back, or into the epilogue."""
     multiples = [1] * len(stage.axes)
     spatial = [i for i, axis in enumerate(stage.axes) if axis.spatial]
