@@ -58,10 +58,10 @@ def values() -> np.ndarray:
     dense = np.concatenate(
         [np.linspace(-a, a, 1 << 12, dtype="float32") for a in (0.01, 0.7, 1.0, 1.5, 4.2, 10.0, 105.0)]
     )
-    tiny = np.float32(1e-45) * np.arange(-50, 50)
+    tiny = (np.float32(1e-45) * np.arange(-50, 50)).astype("float32")
     limits = np.nextafter(np.float32([88.72283, -87.33655, -103.97208, 0.625, 0.9375, 4.0, 1.0]), np.float32(np.inf))
     odd = np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 1.2e-38, -1.2e-38])
-    out = np.concatenate([every, dense, tiny, limits, -limits, odd]).astype("float32")
+    out = np.concatenate([every, dense, tiny, limits, -limits, odd])
     return np.resize(out, SIZE)
 
 
