@@ -11,11 +11,11 @@ from tvm import relax, tirx
 from crossloom.rewrite import Graph, Match
 from crossloom.verdict import Verdict, refuse
 
-from ._match_heads import Product, operand, product_of, repeated_heads, through
+from ._match_heads import Product, filled, operand, product_of, repeated_heads, through
 from ._match_lines import proved
 from ._match_mask import causal_offset, is_minus_infinity
 from ._match_softmax import Weights, softmax_of
-from ._match_spelling import dims, dtype, either, matched, same_dims, scalar, sizes
+from ._match_spelling import dims, dtype, either, matched, same_dims, sizes
 
 #: How it is applied, the operand, and what it puts in place of a score (0 for one that is added).
 Mask = tuple[str, relax.Expr, float]
@@ -40,7 +40,7 @@ def _scores(graph: Graph, expr: relax.Expr, regroup: bool, depth: int = 3) -> _S
         options = [(inner, ("add", mask, 0.0)) for inner, mask in either(add)]
     elif (where := graph.call(expr, "relax.where")) is not None:
         for inner, fill, form in ((where.args[1], where.args[2], "keep"), (where.args[2], where.args[1], "drop")):
-            number = scalar(graph, fill)
+            number = filled(graph, fill)
             if number is not None:
                 options.append((inner, (form, where.args[0], number)))
     for inner, mask in options if depth else ():

@@ -43,6 +43,14 @@ def through_views(graph: Graph, expr: relax.Expr, regroup: bool) -> relax.Expr:
     return expr
 
 
+def filled(graph: Graph, expr: relax.Expr) -> float | None:
+    """Return the number that a constant, or a tensor filled with one, holds everywhere."""
+    made = graph.call(expr, "relax.full", "relax.full_like")
+    if graph.op(expr) in ("relax.zeros", "relax.zeros_like"):
+        return 0.0
+    return scalar(graph, made.args[1] if made is not None else expr)
+
+
 def unscaled(graph: Graph, expr: relax.Expr) -> tuple[relax.Expr, float]:
     """Return (value, factor) with a scalar factor taken off."""
     if (call := graph.call(expr, "relax.multiply")) is not None:

@@ -14,7 +14,7 @@ from tvm import relax
 from crossloom.rewrite import Graph
 from crossloom.verdict import Verdict, refuse
 
-from ._match_heads import through
+from ._match_heads import filled, through
 from ._match_spelling import dims, scalar
 
 
@@ -45,13 +45,6 @@ def _plain(graph: Graph, expr: relax.Expr) -> Weights | Verdict | None:
     return Weights(call.args[0], "softmax")
 
 
-def _is_zero(graph: Graph, expr: relax.Expr) -> bool:
-    filled = graph.call(expr, "relax.full_like", "relax.full")
-    return graph.op(expr) in ("relax.zeros", "relax.zeros_like") or (
-        scalar(graph, filled.args[1] if filled is not None else expr) == 0.0
-    )
-
-
 def _nothing_kept(graph: Graph, expr: relax.Expr) -> relax.Expr | None:
     """Return the scores where ``expr`` is true for the rows that are -inf throughout."""
     expr = through(graph, expr)
@@ -66,7 +59,7 @@ def _nothing_kept(graph: Graph, expr: relax.Expr) -> relax.Expr | None:
 
 def _guarded(graph: Graph, expr: relax.Expr) -> Weights | Verdict | None:
     call = graph.call(expr, "relax.where")
-    if call is None or not _is_zero(graph, call.args[1]):
+    if call is None or filled(graph, call.args[1]) != 0.0:
         return None
     found = _plain(graph, through(graph, call.args[2]))
     if not isinstance(found, Weights):
