@@ -18,6 +18,9 @@ from ._match_spelling import dims, either, is_constant, same_dims, scalar, sizes
 #: More lines than any spelling of a rotation has.
 MOST_NODES = 48
 
+#: More summands than any spelling of a rotation has; chains of rotations would double theirs at every step.
+MOST_TERMS = 32
+
 _KEEP = ("relax.astype", "relax.negative")
 _INDEX = (
     "relax.strided_slice",
@@ -138,6 +141,8 @@ class LaneAlgebra:
             out = [Term(np.ones(tail), ((self.x, np.arange(tail[0])),))]
         else:
             out = self._step(expr, tail)
+            if len(out) > MOST_TERMS:
+                raise NotLanes
         self.done[expr] = out
         return out
 
@@ -177,8 +182,11 @@ class LaneAlgebra:
             if self.reads_x(part) and not self.reads_x(factor):
                 if _tail(part, self.lead) != tail:
                     raise NotLanes
+                terms = self.of(part)
+                if any(len(t.factors) > 1 for t in terms):
+                    raise NotLanes  # A lane of x times two tables is no rotation.
                 (table,) = self._table(factor, tail)
-                return [replace(t, factors=(*t.factors, *table.factors)) for t in self.of(part)]
+                return [replace(t, factors=(*t.factors, *table.factors)) for t in terms]
         raise NotLanes
 
     def _axis(self, axis: int, rank: int) -> int:

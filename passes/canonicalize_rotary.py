@@ -51,10 +51,11 @@ from ._match_elements import Elements
 from ._match_lanes import MOST_NODES, LaneAlgebra, NotLanes
 from ._match_pairs import Rotation, classify
 from ._match_products import Product
-from ._match_spelling import dims, matched, replay, replayable, same_dims
+from ._match_spelling import dims, matched, replay, replayable, same_dims, sizes
 
-#: By function; all rotations of a model share a few tables.
-_ELEMENTS: weakref.WeakKeyDictionary[Graph, Elements] = weakref.WeakKeyDictionary()
+#: By function: its elements, and the facts of tables already read.
+_READ: weakref.WeakKeyDictionary[Graph, tuple[Elements, dict[tuple[Any, ...], dict[str, Any] | Verdict]]]
+_READ = weakref.WeakKeyDictionary()
 
 _WALKED = frozenset(
     {
@@ -76,16 +77,18 @@ _WALKED = frozenset(
 
 
 def _candidates(graph: Graph, root: relax.Var) -> list[relax.Var]:
-    """Return values of the root's shape that it is made of, nearest first."""
+    """Return values of the root's shape that it is made of, nearest first; none without two products by tables."""
     shape = dims(root)
     if shape is None or not shape:
         return []
     out: list[relax.Var] = []
     seen: set[relax.Var] = {root}
+    products = 0
     stack: list[relax.Var] = [root]
     while stack and len(seen) < MOST_NODES:
         at = stack.pop(0)
         value = graph.value.get(at)
+        products += graph.op(at) == "relax.multiply"
         leaves: list[relax.Expr] = []
         if isinstance(value, relax.TupleGetItem):
             leaves = [value.tuple_value]
@@ -97,7 +100,7 @@ def _candidates(graph: Graph, root: relax.Var) -> list[relax.Var]:
                 if same_dims(dims(leaf) or (), shape):
                     out.append(leaf)
                 stack.append(leaf)
-    return out
+    return out if products > 1 else []
 
 
 def _lanes_of(elements: Elements, table: relax.Expr, tail: tuple[int, ...], lanes: Sequence[int]) -> list[Product]:
@@ -109,38 +112,41 @@ def _lanes_of(elements: Elements, table: relax.Expr, tail: tuple[int, ...], lane
 
 
 def _facts(graph: Graph, algebra: LaneAlgebra, found: Rotation) -> dict[str, Any] | Verdict:
-    """Return what the tables hold; elements already read in this function are remembered."""
-    if graph not in _ELEMENTS:
-        _ELEMENTS[graph] = Elements(weakref.proxy(graph))
-    elements = _ELEMENTS[graph]
-    cos, sin = (
-        _lanes_of(elements, table, algebra.tails[hash(table)], lanes)
-        for table, lanes in ((found.cos, found.cos_lanes), (found.sin, found.sin_lanes))
-    )
-    facts = table_facts(elements, cos, sin, found.pairs)
+    """Return what the tables hold; a function's rotations share a few tables, each is read once."""
+    if graph not in _READ:
+        _READ[graph] = Elements(weakref.proxy(graph)), {}
+    elements, read = _READ[graph]
+    tables = [(t, algebra.tails[hash(t)], n) for t, n in ((found.cos, found.cos_lanes), (found.sin, found.sin_lanes))]
+    key = (found.pairs, *((hash(table), tail, lanes) for table, tail, lanes in tables))
+    if key not in read:
+        cos, sin = (_lanes_of(elements, *table) for table in tables)
+        read[key] = table_facts(elements, cos, sin, found.pairs)
+    facts = read[key]
     if isinstance(facts, Verdict):
         return facts
     return {"convention": found.convention, "rotary_dim": found.dim, "table": found.table, **facts}
 
 
 def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
+    shape = sizes(root)
+    if not shape or shape[-1] is None:
+        return None
     refusal: Verdict | None = None
-    # A slice that several rotations share stays outside; tables cut in two are seen whole on the second try.
-    for x, through in ((x, t) for x in _candidates(graph, root) for t in (False, True)):
-        width = (dims(root) or [0])[-1]
-        try:
+    for x in _candidates(graph, root):
+        # A slice that several rotations share stays outside; tables cut in two are seen whole on the second try.
+        for through in (False, True):
             algebra = LaneAlgebra(graph, x, through)
-            found = classify(algebra.of(root), x, int(width))
-        except (NotLanes, TypeError):
-            continue
-        if isinstance(found, Verdict):
-            refusal = refusal or found
-        elif found is not None:
-            facts = _facts(graph, algebra, found)
+            try:
+                found = classify(algebra.of(root), x, shape[-1])
+            except NotLanes:
+                break
+            if found is None:
+                break
+            facts = found if isinstance(found, Verdict) else _facts(graph, algebra, found)
+            if isinstance(facts, dict) and isinstance(found, Rotation):
+                return matched(graph, root, {"x": x, "cos": found.cos, "sin": found.sin}, **facts)
             if isinstance(facts, Verdict):
                 refusal = refusal or facts
-            else:
-                return matched(graph, root, {"x": x, "cos": found.cos, "sin": found.sin}, **facts)
     return refusal
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from importlib import resources
+
 import numpy as np
 import pytest
 import tvm
@@ -11,6 +14,7 @@ from tvm import relax, tirx
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+from crossloom.importers.onnx import from_onnx
 from crossloom.passes.canonicalize_transformer import CanonicalizeTransformer
 from crossloom.rewrite import composite_attrs, composite_name
 from crossloom.testing import assert_pass_preserves, run_module
@@ -536,7 +540,7 @@ def test_value_read_elsewhere_is_refused():
 # Modules
 
 
-def test_every_entry_is_treated_and_shares_nothing_but_composites():
+def test_every_entry_is_treated():
     bb = relax.BlockBuilder()
     one = lambda e, x, ids: half_split(e, x, *tables(e, by_multiply(e, ids, inverse(4))))
     n = tirx.Var("n", "int64")
@@ -553,9 +557,27 @@ def test_every_entry_is_treated_and_shares_nothing_but_composites():
         np.testing.assert_allclose(got, rotated(x, np.outer(ids, inverse(4)), "half-split"), atol=1e-5)
 
 
-def test_rotations_in_a_branch_of_many_layers_take_linear_time():
-    import time
+@pytest.mark.parametrize(
+    ("part", "axes", "pair_equal"), [("prefill", "1d", True), ("decode", "1d", True), ("vision", "given", False)]
+)
+def test_reference_model(part, axes, pair_equal):
+    """shapes3: positions are inputs of the decoder; the vision tower's tables are weights, unknown to a pass."""
+    with resources.as_file(resources.files("crossloom.models") / "shapes3") as models:
+        out, _ = canonicalized(from_onnx(models / f"{part}.onnx").mod)
+    found = rotary_facts(out)
+    assert found and {(f["axes"], f["pair_equal"], f["convention"]) for f in found} == {
+        (axes, pair_equal, "half-split")
+    }
 
+
+def test_twice_is_once():
+    mod = turned(half_split)
+    once = CanonicalizeTransformer()(mod)
+    assert not once.same_as(mod)
+    tvm.ir.assert_structural_equal(CanonicalizeTransformer()(once), once)
+
+
+def test_chains_of_rotations_take_linear_time():
     def chain(count):
         def build(e, x, ids):
             cos, sin = tables(e, by_multiply(e, ids, inverse(8)))
