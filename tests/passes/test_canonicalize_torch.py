@@ -288,6 +288,26 @@ def test_causal_masks_computed_in_the_model(forward, dynamic):
     assert [(kind, f["mask"]) for kind, f, _ in found] == [("attention", "causal")]
 
 
+@pytest.mark.parametrize("persistent", [True, False])
+def test_gpt2_keeps_its_triangle_in_a_buffer(persistent):
+    """A buffer is imported as a constant: the part that is cut out of it is proved causal."""
+    import torch
+
+    def forward(self, q, k, v):
+        rows, columns = q.shape[2], k.shape[2]
+        keep = self.triangle[:, :, columns - rows : columns, :columns]
+        weights = q @ k.transpose(-1, -2) * 0.5
+        weights = torch.where(keep, weights, torch.full([], torch.finfo(q.dtype).min, dtype=q.dtype))
+        return torch.softmax(weights, -1) @ v
+
+    built = module(forward)
+    built.register_buffer("triangle", torch.ones(1, 1, 16, 16, dtype=torch.bool).tril(), persistent=persistent)
+    found, _ = recognised(built, *qkv())
+    assert [(f["mask"], f["mask_form"], float(f["fill"])) for _, f, _ in found] == [
+        ("causal", "keep", torch.finfo(torch.float32).min)
+    ]
+
+
 # feed-forward
 
 
