@@ -15,6 +15,7 @@ from .elementary import vectorizable_math
 from .elementwise import elementwise
 from .machine import Machine
 from .rows import rows
+from .steps import start_sums
 
 #: Matrix products and convolutions; softmax and norms; everything else.
 RULES = (contraction, rows, elementwise)
@@ -37,10 +38,13 @@ def schedule(func: tvm.tirx.PrimFunc, target: tvm.target.Target) -> tvm.tirx.Pri
         sch = Schedule(func)
         try:
             if rule(sch, machine):
+                start_sums(sch)
                 return sch.mod["main"]
         except (ScheduleError, tvm.error.InternalError, RuntimeError, ValueError):
             continue
-    return func
+    sch = Schedule(func)
+    start_sums(sch)
+    return sch.mod["main"]
 
 
 __all__ = ["RULES", "Machine", "schedule"]

@@ -89,6 +89,23 @@ def vectorize_loop(sch: Schedule, loop: LoopRV, lanes: int, registers: int = 4) 
     return chunk, True
 
 
+def start_sums(sch: Schedule) -> None:
+    """Set the start of every sum or maximum whose extent may be 0 before its loops.
+
+    TVM sets it in the first turn of the loop: of an empty sum that would leave what lay in memory.
+    """
+    for block in blocks_of(sch):
+        if getattr(sch.get(block), "init", None) is None:
+            continue
+        reduced = [axis for axis in view(sch, block).axes if not axis.spatial]
+        if all((static(axis.extent) or 0) > 0 for axis in reduced):
+            continue
+        for loop in sch.get_loops(block):
+            if any(axis.bound_to(sch.get(loop).loop_var) for axis in reduced):
+                sch.decompose_reduction(block, loop)
+                break
+
+
 def spread(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
     """Parallelize the outer loops and vectorize the inner one of a spatial block."""
     stage = view(sch, block)

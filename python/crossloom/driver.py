@@ -122,5 +122,5 @@ def compile_model(
                 f"pass {step_name} failed on {model.name}: {type(error).__name__}: {last[-1] if last else ''}",
                 "leave it out with --disabled-pass, or run `tvmc verify --bisect`",
             ) from error
-    built = Model(mod, model.params, model.entries, model.modalities, model.name)
+    built = replace(model, mod=mod)
     return Compiled(executable, built, tvm_target, ledger, format_pipeline([s.text for s in chosen]), seconds)

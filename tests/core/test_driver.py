@@ -31,7 +31,7 @@ def registered(monkeypatch):
     """Registers a pass for one test."""
 
     def add(name, run):
-        factory = lambda: tvm.transform.module_pass(run, opt_level=0, name=name)  # noqa: E731
+        factory = lambda: tvm.transform.module_pass(run, opt_level=0, name=name)
         monkeypatch.setitem(registry._passes, name, PassInfo(name, factory, "fuse", EXACT, doc="a test's"))
 
     registry.passes()

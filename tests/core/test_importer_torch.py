@@ -322,3 +322,20 @@ def test_missing_torch_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ToolchainMissing, match=r"crossloom\[torch\]"):
         from_torch("m.pt2")
+
+
+@pytest.mark.torch
+def test_one_tensor_as_two_example_inputs_is_two_inputs():
+    import torch
+
+    class Difference(torch.nn.Module):
+        def forward(self, q, pair):
+            return q - 2 * pair[0] + 3 * pair[1]
+
+    x = torch.randn(2, 3)
+    loaded = from_torch(Difference(), (x, (x, x)))
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((2, 3)).astype("float32") for _ in loaded.entries["main"].inputs]
+    assert len(arrays) == 3
+    (got,) = run_module(loaded.mod, "main", arrays)
+    np.testing.assert_allclose(got, arrays[0] - 2 * arrays[1] + 3 * arrays[2], rtol=1e-6)

@@ -212,3 +212,29 @@ def test_for_plain_c_the_functions_stay_libm():
     mod = module(relax.op.exp, (4, 4))
     assert "crossloom.exp" in lower(mod)[0].script()
     assert "crossloom.exp" not in lower(mod, {"kind": "c"})[0].script()
+
+
+EMPTY = {
+    "sum of rows": (lambda x: relax.op.sum(x, -1), [(4, "n")], (4,), 0),
+    "sum of columns": (lambda x: relax.op.sum(x, 0), [("n", 4)], (4,), 0),
+    "sum of all": (relax.op.sum, [("n", 3)], (), 0),
+    "sum of the middle": (lambda x: relax.op.sum(x, 1), [(2, "n", 5)], (2, 5), 0),
+    "maximum": (lambda x: relax.op.max(x, -1), [(4, "n")], (4,), np.finfo("float32").min),
+    "product": (relax.op.matmul, [(4, "n"), ("n", 4)], (4, 4), 0),
+}
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+def test_a_sum_of_nothing_is_its_start_and_not_what_lay_in_memory(kind):
+    build, shapes, result, want = EMPTY[kind]
+    lowered, target = lower(module(build, *shapes))
+    (func,) = [f for f in lowered.functions.values() if isinstance(f, tvm.tirx.PrimFunc)]
+    inputs = [tvm.runtime.tensor(np.zeros([0 if d == "n" else d for d in s], "float32")) for s in shapes]
+    out = tvm.runtime.tensor(np.full(result, 7, "float32"))
+    tvm.compile(func.with_attr("global_symbol", "kernel"), target=target)["kernel"](*inputs, out)
+    np.testing.assert_array_equal(out.numpy(), np.full(result, want, "float32"))
+
+
+def test_a_sum_along_an_axis_of_size_0_is_0():
+    got = run(module(lambda x: relax.op.sum(x, -1), (4, 0)), [np.zeros((4, 0), "float32")])
+    np.testing.assert_array_equal(got, np.zeros(4, "float32"))

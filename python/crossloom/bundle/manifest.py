@@ -170,6 +170,7 @@ def _entry_to_json(entry: Entry) -> dict[str, Any]:
         "weights": list(entry.weights),
         "modality": entry.modality,
         "upper_bounds": dict(entry.upper_bounds),
+        "lower_bounds": dict(entry.lower_bounds),
     }
 
 
@@ -183,6 +184,7 @@ def _from_dict(data: Mapping[str, Any]) -> Manifest:
             weights=tuple(_text(w) for w in item["weights"]),
             modality=_text(item["modality"]),
             upper_bounds={_text(k): _count(v) for k, v in item["upper_bounds"].items()},
+            lower_bounds={_text(k): _count(v) for k, v in item["lower_bounds"].items()},
         )
         if entry.name in entries:
             raise ValueError(f"entry `{entry.name}` twice")

@@ -142,14 +142,30 @@ def _program(torch: Any, module: Any, args: Any, dynamic_shapes: Any, kwargs: An
         raise UsageError(f"from_torch() takes a module, an exported program or a path, not {type(module).__name__}")
     if args is None:
         raise UsageError("from_torch() needs example inputs for a module", "pass args=(tensor, ...)")
+    args, kwargs = _without_aliases(torch, (tuple(args), kwargs), set())
     try:
         with torch.no_grad():
-            return torch.export.export(module.eval(), tuple(args), kwargs=kwargs, dynamic_shapes=dynamic_shapes)
+            return torch.export.export(module.eval(), args, kwargs=kwargs, dynamic_shapes=dynamic_shapes)
     except Exception as error:
         raise UnsupportedModel(
             f"torch.export refuses {type(module).__name__}: {_first_line(error)}",
             _suggestion(error) or "export its parts apart and stitch them with compose()",
         ) from error
+
+
+def _without_aliases(torch: Any, given: Any, seen: set[int]) -> Any:
+    """Return example inputs with a copy of each tensor given twice: torch.export takes one object for one input."""
+    if isinstance(given, torch.Tensor):
+        if id(given) in seen:
+            return given.clone()
+        seen.add(id(given))
+        return given
+    if isinstance(given, tuple | list):
+        parts = [_without_aliases(torch, part, seen) for part in given]
+        return type(given)(*parts) if hasattr(given, "_fields") else type(given)(parts)
+    if isinstance(given, dict):
+        return {key: _without_aliases(torch, part, seen) for key, part in given.items()}
+    return given
 
 
 def _refuse_mutation(torch: Any, program: Any) -> None:

@@ -80,6 +80,12 @@ def check_inputs(entry: Entry, inputs: Mapping[str, HasShape]) -> dict[str, int]
                 f"input `{bound_by[name]}` of entry `{entry.name}` has {name} = {sizes[name]}, at most {bound}",
                 f"pass fewer elements, or compile with a larger bound of `{name}`",
             )
+    for name, bound in entry.lower_bounds.items():
+        if sizes.get(name, bound) < bound:
+            raise UsageError(
+                f"input `{bound_by[name]}` of entry `{entry.name}` has {name} = {sizes[name]}, at least {bound}",
+                f"pass {bound} or more elements along `{name}`",
+            )
     for spec, axis, text, have in derived:
         wanted = evaluate(text, sizes)
         if wanted is not None and wanted != have:
