@@ -43,6 +43,8 @@ demo: $(VENV)/.ready
 
 proof: test
 	$(BIN)/python -m benchmarks.passes --check
+	$(BIN)/python -m benchmarks.host_kernels --check
+	$(BIN)/python -m benchmarks.demo --check
 
 clean:
 	rm -rf build out $(VENV) $(VENV_TORCH)
