@@ -83,9 +83,14 @@ def two_entries() -> Model:
             (spec("flat", ("4*n",), "float32"), spec("z", (4,), "float16"), spec("same", ("n", 7), "float32")),
             ("table", "half"),
             upper_bounds={"n": 64},
-            lower_bounds={"n": 1},
         ),
-        "lookup": Entry("lookup", (spec("ids", ("m",), "int64"),), (spec("rows", ("m", 4), "float32"),), ("table",)),
+        "lookup": Entry(
+            "lookup",
+            (spec("ids", ("m",), "int64"),),
+            (spec("rows", ("m", 4), "float32"),),
+            ("table",),
+            lower_bounds={"m": 1},
+        ),
         "step": Entry(
             "step",
             (
@@ -197,7 +202,7 @@ X = np.zeros((2, 7), "float32")
         ("scores", {"x": X[:, :6], "h": H}, (), ["`x`", "(2, 6)", "(n, 7)"]),
         ("scores", {"x": X[0], "h": H}, (), ["`x`", "(7,)", "(n, 7)"]),
         ("scores", {"x": np.zeros((65, 7), "float32"), "h": H}, (), ["n = 65", "at most 64"]),
-        ("scores", {"x": X[:0], "h": H}, (), ["n = 0", "at least 1"]),
+        ("lookup", {"ids": np.zeros(0, "int64")}, (), ["m = 0", "at least 1"]),
         ("scores", {"x": X, "h": H}, ("zz",), ["no output `zz`", "flat, z, same"]),
         (
             "step",
