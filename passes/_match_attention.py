@@ -113,7 +113,7 @@ def match_spelled(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     """Match at the product with v, or at the view that tells its heads apart."""
     product, apart = root, graph.op(root) == "relax.reshape"
     if apart:
-        product = graph.value[root].args[0]
+        product = graph.resolve(root).args[0]
         if len(dims(root) or ()) != 4 or len(dims(product) or ()) != 3 or graph.op(product) != "relax.matmul":
             return None
         if not same_dims((dims(root) or [])[2:], (dims(product) or [])[1:]):

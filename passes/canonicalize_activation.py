@@ -100,7 +100,7 @@ def _evaluate(graph: Graph, root: relax.Var, x: relax.Var) -> np.ndarray | None:
 
 def match_activation(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     """Match an activation at its last line."""
-    call = graph.value[root]
+    call = graph.resolve(root)
     if graph.op(root) in _OPERATORS:
         return matched(graph, root, {"x": call.args[0]}, kind=_OPERATORS[graph.op(root)])
     both = [a for a in call.args if scalar(graph, a) is None]

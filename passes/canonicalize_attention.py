@@ -40,7 +40,7 @@ _TURN = (0, 2, 1, 3)
 
 
 def _match_operator(graph: Graph, root: relax.Var) -> Match | Verdict | None:
-    call = graph.value[root]
+    call = graph.resolve(root)
     width = (sizes(call.args[0]) or [None])[-1]
     given = call.attrs.scale
     if given is None and width is None:

@@ -50,7 +50,7 @@ def _one_per_output(bias: relax.Expr, wide: list[tirx.Expr]) -> bool:
 
 
 def _match_biased(graph: Graph, root: relax.Var) -> Match | Verdict | None:
-    for product, bias in either(graph.value[root]):
+    for product, bias in either(graph.resolve(root)):
         call = graph.call(product, "relax.matmul")
         if call is None or (weight := weight_of(graph, call.args[1])) is None:
             continue
@@ -66,7 +66,7 @@ def _match_biased(graph: Graph, root: relax.Var) -> Match | Verdict | None:
 
 def behind_reshape(graph: Graph, root: relax.Var) -> tuple[relax.Var, list[tirx.Expr]] | None:
     """Return (flat result, leading axes) where a root restores leading axes that were flattened."""
-    inner, shape = graph.value[root].args[0], dims(root)
+    inner, shape = graph.resolve(root).args[0], dims(root)
     before = dims(inner)
     if not isinstance(inner, relax.Var) or not shape or before is None or len(before) != 2 or len(shape) < 2:
         return None
@@ -93,7 +93,7 @@ def _match_flattened(graph: Graph, root: relax.Var) -> Match | Verdict | None:
 
 
 def _match_plain(graph: Graph, root: relax.Var) -> Match | Verdict | None:
-    call = graph.value[root]
+    call = graph.resolve(root)
     weight = weight_of(graph, call.args[1])
     if weight is None:
         return None
@@ -128,7 +128,7 @@ def _match_rows(graph: Graph, root: relax.Var) -> Match | Verdict | None:
 
 
 def _match_embedding(graph: Graph, root: relax.Var) -> Match | Verdict | None:
-    call = graph.value[root]
+    call = graph.resolve(root)
     table, ids = call.args[0], call.args[1]
     shape = dims(table)
     if shape is None or len(shape) != 2 or not is_weight(graph, uncast(graph, table)) or "int" not in dtype(ids):
