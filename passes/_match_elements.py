@@ -17,7 +17,7 @@ from crossloom.rewrite import Graph
 from ._match_lanes import NotLanes
 from ._match_moves import Index, Place, affine
 from ._match_products import Factors, Product, numbers
-from ._match_spelling import dims, dtype, is_constant, is_weight, sizes
+from ._match_spelling import dims, dtype, fields_of, is_constant, is_weight, sizes
 from ._match_undo import MOVES, Unknown, axis_of, plain
 
 #: Operators followed below one element; a rotary table takes about twenty.
@@ -174,9 +174,11 @@ class Elements:
         if op == "relax.outer":
             return self.factors.times(self.of(call.args[0], index[:1]), self.of(call.args[1], index[1:]))
         if op == "relax.einsum":
-            fields, (left, right) = list(call.args[0].fields), str(call.attrs.subscripts).replace(" ", "").split("->")
+            fields = fields_of(self.graph, call.args[0])
+            # Without an arrow the result's letters are implied, and none says which axis an index is of.
+            left, _, right = str(call.attrs.subscripts).replace(" ", "").partition("->")
             names = left.split(",")
-            if "." in left or set(left) - {","} != set(right) or len(set(right)) != len(right):
+            if not fields or "." in left or set(left) - {","} != set(right) or len(set(right)) != len(right):
                 return None
             at = dict(zip(right, index))
             out = Product(1.0)
@@ -195,8 +197,8 @@ class Elements:
         if call is None:
             return None
         if self.graph.op(call) == "relax.meshgrid":
-            fields = list(call.args[0].fields)
-            if str(call.attrs.indexing) != "ij":
+            fields = fields_of(self.graph, call.args[0])
+            if not fields or str(call.attrs.indexing) != "ij":
                 return None
             return self.of(fields[item.index], (index[item.index],))
         axis = axis_of(int(call.attrs.axis), len(index))

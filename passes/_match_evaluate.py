@@ -165,7 +165,7 @@ def _as_line(value: Value) -> Line | None:
     if isinstance(value, Line):
         return value
     number = uniform(value)
-    return Line((), int(number)) if number is not None and number == int(number) else None
+    return Line((), int(number)) if number is not None and number.is_integer() else None
 
 
 def _apply(name: str, values: list[Value]) -> Value | None:

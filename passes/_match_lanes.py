@@ -6,6 +6,7 @@ operators (slice, split, concat, stack, reshape of the last axes) move lanes, ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from tvm import relax, tirx
 
 from crossloom.rewrite import Graph
 
-from ._match_spelling import dims, either, is_constant, same_dims, scalar, sizes
+from ._match_spelling import dims, either, fields_of, is_constant, same_dims, scalar, sizes
 
 #: More lines than any spelling of a rotation has.
 MOST_NODES = 48
@@ -21,17 +22,24 @@ MOST_NODES = 48
 #: More summands than any spelling of a rotation has; chains of rotations would double theirs at every step.
 MOST_TERMS = 32
 
-_KEEP = ("relax.astype", "relax.negative")
-_INDEX = (
-    "relax.strided_slice",
-    "relax.concat",
-    "relax.stack",
-    "relax.reshape",
-    "relax.expand_dims",
-    "relax.squeeze",
-    "relax.take",
+#: What the algebra knows.
+OPERATORS = frozenset(
+    {
+        "relax.add",
+        "relax.subtract",
+        "relax.multiply",
+        "relax.negative",
+        "relax.astype",
+        "relax.strided_slice",
+        "relax.split",
+        "relax.concat",
+        "relax.stack",
+        "relax.reshape",
+        "relax.expand_dims",
+        "relax.squeeze",
+        "relax.take",
+    }
 )
-_ARITHMETIC = ("relax.add", "relax.subtract", "relax.multiply")
 
 
 class NotLanes(Exception):
@@ -45,7 +53,7 @@ class Term:
     coefficient: np.ndarray
     factors: tuple[tuple[relax.Expr, np.ndarray], ...]
 
-    def map(self, move) -> Term:  # type: ignore[no-untyped-def]
+    def map(self, move: Callable[[np.ndarray], np.ndarray]) -> Term:
         """Return the term with every array moved."""
         return Term(move(self.coefficient), tuple((leaf, move(lanes)) for leaf, lanes in self.factors))
 
@@ -100,8 +108,8 @@ class LaneAlgebra:
             value = self.graph.value.get(expr)
             if isinstance(value, relax.TupleGetItem):
                 self.depends[expr] = self.reads_x(value.tuple_value)
-            elif self.graph.op(expr) in (*_KEEP, *_INDEX, *_ARITHMETIC, "relax.split"):
-                self.depends[expr] = any(self.reads_x(a) for a in value.args)  # type: ignore[union-attr]
+            elif isinstance(value, relax.Call) and self.graph.op(expr) in OPERATORS:
+                self.depends[expr] = any(self.reads_x(a) for a in value.args)
         return self.depends[expr]
 
     def _table(self, expr: relax.Expr, tail: tuple[int, ...]) -> Lanes:
@@ -230,7 +238,7 @@ class LaneAlgebra:
         return [t.map(lambda a: a.take(int(number), axis)) for t in self.of(call.args[0])]
 
     def _join(self, call: relax.Call, op: str) -> Lanes:
-        fields = list(getattr(self.graph.resolve(call.args[0]), "fields", ()))
+        fields = fields_of(self.graph, call.args[0])
         if not fields or call.attrs.axis is None:
             raise NotLanes
         rank = len(dims(fields[0]) or ()) + (op == "relax.stack")

@@ -35,11 +35,6 @@ def _times(a: Extent | None, b: Extent | None) -> Extent | None:
     return a[0] * b[0], tuple(sorted((*a[1], *b[1])))
 
 
-def number_of(size: Extent) -> int | None:
-    """Return a constant extent's size."""
-    return size[0] if not size[1] else None
-
-
 def reshape_index(index: Index, old: Sequence[object], new: Sequence[object]) -> Index | None:
     """Return the place in a tensor of shape ``old`` of an element of its reshape to ``new``; None where unknown.
 

@@ -65,6 +65,11 @@ def uncast(graph: Graph, expr: relax.Expr) -> relax.Expr:
     return call.args[0] if call is not None else expr
 
 
+def fields_of(graph: Graph, expr: relax.Expr) -> list[relax.Expr]:
+    """Return the fields of a tuple that is written out in the function, none for any other value."""
+    return list(getattr(graph.resolve(expr), "fields", ()))
+
+
 def is_weight(graph: Graph, expr: relax.Expr) -> bool:
     """Return whether a value is a constant or a parameter behind the inputs (all, where ``num_input`` is absent)."""
     value = graph.resolve(expr)
@@ -183,7 +188,7 @@ def replay(site: Site, name: str, attrs: Mapping[str, Attr] | None = None) -> re
             return expr
 
         for var in sorted(match.interior, key=graph.position.__getitem__):
-            if var is not match.root and not var.same_as(match.root):
+            if not var.same_as(match.root):
                 env[var] = builder.emit(rebuild(graph.value[var], renew))
         return rebuild(graph.value[match.root], renew)
 

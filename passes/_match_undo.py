@@ -10,7 +10,7 @@ from crossloom.rewrite import Graph
 
 from ._match_lanes import slices
 from ._match_moves import Index, Place, affine, divided, extent, modulo, reshape_index
-from ._match_spelling import dims, sizes
+from ._match_spelling import dims, fields_of, sizes
 
 #: The operand and the place in it.
 At = tuple[relax.Expr, Index]
@@ -66,7 +66,7 @@ def _slice(e: Reader, call: relax.Call, index: Index) -> At:
 
 
 def _concat(e: Reader, call: relax.Call, index: Index) -> At | None:
-    fields = list(getattr(e.graph.resolve(call.args[0]), "fields", ()))
+    fields = fields_of(e.graph, call.args[0])
     if not fields or call.attrs.axis is None:
         return None
     axis = axis_of(int(call.attrs.axis), len(index))
@@ -82,7 +82,7 @@ def _concat(e: Reader, call: relax.Call, index: Index) -> At | None:
 
 
 def _stack(e: Reader, call: relax.Call, index: Index) -> At | None:
-    fields = list(getattr(e.graph.resolve(call.args[0]), "fields", ()))
+    fields = fields_of(e.graph, call.args[0])
     axis = axis_of(int(call.attrs.axis or 0), len(index))
     if not isinstance(index[axis], int) or not fields:
         return None

@@ -14,7 +14,7 @@ Numerics: exact; the body is the model's own spelling.  Source: Zhang & Sennrich
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from tvm import relax
 
@@ -91,7 +91,7 @@ def _kind(centred: bool, weighted: bool) -> Callable[[Graph, relax.Var], Match |
     return match
 
 
-def _biased(graph: Graph, root: relax.Var) -> Iterator[Match]:
+def _match_biased(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     for product, bias in either(graph.value[root]):
         core = uncast(graph, product)
         if graph.op(core) not in _PRODUCTS:
@@ -100,11 +100,8 @@ def _biased(graph: Graph, root: relax.Var) -> Iterator[Match]:
         if found is None or isinstance(found, Verdict) or not found[2]:
             continue
         if spans(found[0]["x"], bias, found[1]["axes"]):  # type: ignore[arg-type]
-            yield matched(graph, root, {**found[0], "bias": bias}, **found[1])
-
-
-def _match_biased(graph: Graph, root: relax.Var) -> Match | Verdict | None:
-    return next(_biased(graph, root), None)
+            return matched(graph, root, {**found[0], "bias": bias}, **found[1])
+    return None
 
 
 def _match_operator(graph: Graph, root: relax.Var) -> Match | Verdict | None:

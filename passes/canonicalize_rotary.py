@@ -48,7 +48,7 @@ from crossloom.verdict import Verdict
 
 from ._match_angles import table_facts
 from ._match_elements import Elements
-from ._match_lanes import MOST_NODES, LaneAlgebra, NotLanes
+from ._match_lanes import MOST_NODES, OPERATORS, LaneAlgebra, NotLanes
 from ._match_pairs import Rotation, classify
 from ._match_products import Product
 from ._match_spelling import dims, matched, replay, replayable, same_dims, sizes
@@ -56,24 +56,6 @@ from ._match_spelling import dims, matched, replay, replayable, same_dims, sizes
 #: By function: its elements, and the facts of tables already read.
 _READ: weakref.WeakKeyDictionary[Graph, tuple[Elements, dict[tuple[Any, ...], dict[str, Any] | Verdict]]]
 _READ = weakref.WeakKeyDictionary()
-
-_WALKED = frozenset(
-    {
-        "relax.add",
-        "relax.subtract",
-        "relax.multiply",
-        "relax.negative",
-        "relax.astype",
-        "relax.strided_slice",
-        "relax.split",
-        "relax.concat",
-        "relax.stack",
-        "relax.reshape",
-        "relax.expand_dims",
-        "relax.squeeze",
-        "relax.take",
-    }
-)
 
 
 def _candidates(graph: Graph, root: relax.Var) -> list[relax.Var]:
@@ -92,7 +74,7 @@ def _candidates(graph: Graph, root: relax.Var) -> list[relax.Var]:
         leaves: list[relax.Expr] = []
         if isinstance(value, relax.TupleGetItem):
             leaves = [value.tuple_value]
-        elif isinstance(value, relax.Call) and graph.op(at) in _WALKED:
+        elif isinstance(value, relax.Call) and graph.op(at) in OPERATORS:
             leaves = [f for a in value.args for f in (a.fields if isinstance(a, relax.Tuple) else (a,))]
         for leaf in leaves:
             if isinstance(leaf, relax.Var) and leaf not in seen:
