@@ -42,7 +42,7 @@ def share_weights(
                 array = parts[part].params[weight]
                 if id(array) not in digests:
                     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-                    digests[id(array)] = hashlib.sha256(flat.tobytes()).hexdigest()
+                    digests[id(array)] = hashlib.sha256(flat.data).hexdigest()
                 ident = (str(array.dtype), tuple(array.shape), digests[id(array)])
                 groups.setdefault(ident, []).append((part, weight))
     names: dict[tuple[str, str], str] = {}

@@ -13,7 +13,8 @@ from crossloom.importers.onnx_load import MAX_ELEMENTS, WEIGHT_TYPES, checked_di
 MIN_OPSET, MAX_OPSET = 7, 24
 #: ONNX Runtime's optimiser writes these into the default domain, where the standard does not know them.
 _ORT_IN_DEFAULT_DOMAIN = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
-_LOOPS = ("Loop", "Scan", "SequenceMap")
+#: Control flow that is not compiled.
+LOOPS = ("Loop", "Scan", "SequenceMap")
 _SMALL_BYTES = 4096
 _DEFAULT_DOMAINS = ("", "ai.onnx")
 _MAX_NESTING = 16
@@ -79,7 +80,7 @@ def check_operators(graph: onnx.GraphProto, supported: Callable[[str, str], bool
         raise UnsupportedModel(
             f"operators without a converter: {'; '.join(parts)}",
             "loops are not compiled: unroll them, or run the loop around the model, one step a call"
-            if all(op_type in _LOOPS for _, op_type in missing)
+            if all(op_type in LOOPS for _, op_type in missing)
             else "rewrite them with standard operators before exporting",
         )
 

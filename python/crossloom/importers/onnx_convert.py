@@ -18,7 +18,7 @@ from crossloom.importers import onnx_shaped
 from crossloom.importers.onnx_affine import AFFINE
 from crossloom.importers.onnx_attention import ATTENTION
 from crossloom.importers.onnx_branches import DOMAIN, SELECT
-from crossloom.importers.onnx_check import describe, reads
+from crossloom.importers.onnx_check import LOOPS, describe, reads
 from crossloom.importers.onnx_contrib import NORMS, Call, Converter
 from crossloom.importers.onnx_evaluators import evaluate
 from crossloom.importers.onnx_gather import GATHERS
@@ -41,7 +41,7 @@ def supported(domain: str, op_type: str) -> bool:
     return (
         domain == ""
         and op_type not in _NOT_STANDARD
-        and op_type not in ("Loop", "Scan", "SequenceMap")
+        and op_type not in LOOPS
         and (op_type in ("If", "Constant") or op_type in frontend._get_convert_map())
     )
 

@@ -9,22 +9,15 @@ import onnx
 from tvm import relax, tirx
 
 from crossloom.errors import UnsupportedModel
+from crossloom.importers.gather import known_sizes
 from crossloom.importers.onnx_symbolic import ShapeMath, Value, boxed
 
 op = relax.op
 
 
-def known_dims(x: Any) -> list[Any] | None:
-    """Return the sizes of a tensor, ints where fixed; None where the type does not tell them."""
-    shape = getattr(x.ty, "shape", None)
-    if shape is None or not hasattr(shape, "values"):
-        return None
-    return [int(d) if isinstance(d, tirx.IntImm) else d for d in shape.values]
-
-
 def shape_value(m: ShapeMath, x: Any, attrs: dict[str, Any]) -> Value | None:
     """Evaluate Shape (with `start` and `end` since opset 15) of a tensor whose sizes are known."""
-    dims = known_dims(x)
+    dims = known_sizes(x)
     if dims is None:
         return None
     picked = dims[int(attrs.get("start", 0)) : attrs.get("end")]
@@ -33,18 +26,15 @@ def shape_value(m: ShapeMath, x: Any, attrs: dict[str, Any]) -> Value | None:
 
 def size_value(m: ShapeMath, x: Any) -> Value | None:
     """Evaluate Size."""
-    dims = known_dims(x)
+    dims = known_sizes(x)
     if dims is None:
         return None
-    total: Any = 1
-    for dim in dims:
-        total = m.simplify(total * dim)
-    return Value(boxed([total], ()))
+    return Value(boxed([_product(m, dims)], ()))
 
 
 def reshape(m: ShapeMath, where: str, bb: Any, x: Any, target: Value, attrs: dict[str, Any]) -> Any:
     """Reshape to known sizes; -1 is what is left, 0 (unless `allowzero`) the input's size at that axis."""
-    dims, wanted = known_dims(x), target.list()
+    dims, wanted = known_sizes(x), target.list()
     if dims is None:
         if any(isinstance(d, int) and d == 0 for d in wanted) and not attrs.get("allowzero", 0):
             raise UnsupportedModel(f"{where}: copies a size that is unknown", "spell the shape out")
@@ -90,7 +80,7 @@ def _product(m: ShapeMath, dims: list[Any]) -> Any:
 
 def expand(m: ShapeMath, where: str, bb: Any, x: Any, target: Value) -> Any:
     """Broadcast x and a tensor of the known sizes `target` against each other."""
-    dims, wanted = known_dims(x), target.list()
+    dims, wanted = known_sizes(x), target.list()
     if dims is None:
         raise UnsupportedModel(f"{where}: the shape of its input is unknown", "export with shape inference")
     rank = max(len(dims), len(wanted))
@@ -130,7 +120,7 @@ def arange(m: ShapeMath, where: str, bb: Any, inputs: list[Value]) -> Any:
 
 def forward_over_symbols(x: Any, operands: list[Value | None]) -> bool:
     """Tell whether a Slice runs forward over an axis of symbolic size: TVM's own result shape is opaque there."""
-    dims = known_dims(x)
+    dims = known_sizes(x)
     if dims is None or len(operands) < 3 or operands[1] is None:
         return False
     axes = operands[3].list() if len(operands) > 3 and operands[3] is not None else range(operands[1].items.size)
@@ -147,7 +137,7 @@ def strided_slice(m: ShapeMath, where: str, bb: Any, x: Any, parts: list[Value |
     parts : list of Value or None
         starts, ends, axes, steps.
     """
-    dims = known_dims(x)
+    dims = known_sizes(x)
     starts, ends = (v.list() if v is not None else [] for v in parts[:2])
     axes = parts[2].list() if len(parts) > 2 and parts[2] is not None else list(range(len(starts)))
     steps = parts[3].list() if len(parts) > 3 and parts[3] is not None else [1] * len(starts)
@@ -180,7 +170,7 @@ def strided_slice(m: ShapeMath, where: str, bb: Any, x: Any, parts: list[Value |
 
 def select(m: ShapeMath, where: str, bb: Any, flag: Any, first: Any, second: Any) -> Any:
     """Choose between two tensors of one type by a boolean tensor of one element."""
-    shapes, types = [known_dims(x) for x in (first, second)], [str(x.ty.dtype) for x in (first, second)]
+    shapes, types = [known_sizes(x) for x in (first, second)], [str(x.ty.dtype) for x in (first, second)]
     told = " and ".join(f"{dtype}{dims}" for dtype, dims in zip(types, shapes))
     a, b = shapes
     equal = a is not None and b is not None and len(a) == len(b) and all(m.same(x, y) for x, y in zip(a, b))
@@ -189,7 +179,7 @@ def select(m: ShapeMath, where: str, bb: Any, flag: Any, first: Any, second: Any
             f"{where}: its branches return {told}, and which one is taken is known at run time only",
             "make both branches return one type and shape, or fix the condition before exporting",
         )
-    dims = known_dims(flag)
+    dims = known_sizes(flag)
     if dims:
         if dims != [1] * len(dims):
             raise UnsupportedModel(f"{where}: its condition has shape {dims}", "use a condition of one element")
