@@ -73,7 +73,7 @@ def _family(cpu: Cpu) -> str:
     return "macos" if darwin else "linux"
 
 
-def _known(spec: str, name: str) -> Target:
+def _known(name: str) -> Target:
     targets = list_targets()
     if name not in targets:
         close = difflib.get_close_matches(name, [*targets, *_NPUS, "llvm"], n=3, cutoff=0.4)
@@ -86,7 +86,7 @@ def _npu_target(spec: str, text: str) -> Target:
     """Read the NPU's part of a composite: ``ane -chip=m4``, ``rknn -platform=rk3588`` or a known name."""
     name, options = split_options(text)
     if name not in _NPUS:
-        return override(_known(spec, name), options, spec)
+        return override(_known(name), options, spec)
     key, default = _NPUS[name]
     chip = options.pop(key, default)
     served = {t.npu.platform: t for t in list_targets().values() if t.npu is not None and t.npu.codegen == name}
@@ -135,5 +135,5 @@ def get_target(spec: str | Target) -> Target:
         return _raw(text)
     if name in _NPUS:
         return _npu_target(text, first)
-    target = _known(text, name)
+    target = _known(name)
     return override(target, options, text) if options else target
