@@ -13,7 +13,8 @@ from tvm import relax, tirx
 
 from ..runner import random_inputs
 
-Outputs = dict[str, list[np.ndarray]]
+#: By entry: its parameters, or its outputs.
+Arrays = dict[str, list[np.ndarray]]
 Emit = Callable[[relax.BlockBuilder, list[relax.Expr]], list[relax.Expr]]
 Reference = Callable[[list[np.ndarray]], list[np.ndarray]]
 
@@ -45,11 +46,11 @@ class Case:
     dtype: str
     references: Mapping[str, Reference] = field(repr=False)
 
-    def inputs(self, seed: int = 0, size: int = -1) -> Outputs:
+    def inputs(self, seed: int = 0, size: int = -1) -> Arrays:
         """Draw all parameters of every entry, at the size of that index."""
         return {name: random_inputs(self.mod, name, seed, self.sizes[size]) for name in self.references}
 
-    def expected(self, inputs: Outputs) -> Outputs:
+    def expected(self, inputs: Arrays) -> Arrays:
         """Return the references' outputs, rounded once."""
         return {n: [y.astype(self.dtype) for y in self.references[n](xs)] for n, xs in inputs.items()}
 
