@@ -1,7 +1,8 @@
 """The rewriting driver every graph pass is built on."""
 
 from .composite import composite_attrs, composite_name, outline
-from .driver import Match, Rule, Site, apply_rules, limit_rewrites, pattern, rewrite_pass
+from .dataflow_pattern import pattern
+from .driver import Match, Rule, Site, apply_rules, limit_rewrites, rewrite_pass
 from .graph import Graph, children, rebuild
 
 __all__ = [
