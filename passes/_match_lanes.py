@@ -124,7 +124,7 @@ class LaneAlgebra:
         lanes = np.arange(int(np.prod(own))).reshape(own)  # type: ignore[arg-type]
         call = self.graph.call(expr, "relax.strided_slice")
         if self.through_slices and call is not None and len(tail) == 1:
-            begin = _last_axis_slice(self.graph, call)
+            begin = _last_axis_slice(call)
             if begin is not None:
                 leaf, lanes, own = call.args[0], begin, sizes(call.args[0])[-1:]  # type: ignore[index]
         if self.tails.setdefault(hash(leaf), tuple(own)) != tuple(own):  # type: ignore[arg-type]
@@ -278,7 +278,7 @@ def _int(field: object) -> int:
     raise NotLanes
 
 
-def _last_axis_slice(graph: Graph, call: relax.Call) -> np.ndarray | None:
+def _last_axis_slice(call: relax.Call) -> np.ndarray | None:
     """Return the lanes that a slice of the last axis alone keeps."""
     shape = sizes(call.args[0])
     if shape is None or shape[-1] is None:

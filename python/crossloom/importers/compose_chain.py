@@ -29,6 +29,7 @@ class Step:
 
     @property
     def inputs(self) -> list[relax.Var]:
+        """The function's parameters before its weights."""
         return list(self.function.params)[: len(self.entry.inputs)]
 
 
@@ -86,6 +87,7 @@ class _Joint:
         self.read: set[tuple[int, int]] = set()
 
     def bind(self, var: relax.Var, value: relax.Expr) -> None:
+        """Put a binding behind what is there."""
         self.blocks.append(relax.DataflowBlock([relax.VarBinding(var, value)]))
 
     def leaves(self, value: relax.Expr, ty: tvm.ir.Type) -> list[relax.Expr]:

@@ -48,15 +48,18 @@ class Call:
         self.arrays, self.outputs, self.known, self.opset = arrays, outputs, known, opset
 
     def arg(self, index: int) -> Any:
+        """Return an operand, None where it is absent."""
         return self.inputs[index] if index < len(self.inputs) else None
 
     def need(self, index: int) -> Any:
+        """Return an operand; UnsupportedModel where it is absent."""
         value = self.arg(index)
         if value is None:
             raise UnsupportedModel(f"{self.where}: operand {index} is missing", "export the model again")
         return value
 
     def emit(self, expr: Any) -> Any:
+        """Bind an expression to a variable and return that."""
         return self.bb.emit(expr)
 
     def refuse(self, **allowed: Any) -> None:
@@ -69,10 +72,12 @@ class Call:
 
 
 def dtype_of(x: Any) -> str:
+    """Return the element type as text."""
     return str(x.ty.dtype)
 
 
 def dims_of(x: Any) -> list[Any]:
+    """Return the sizes of a tensor of known shape (elements), ints where fixed."""
     return [int(d) if hasattr(d, "value") else d for d in x.ty.shape.values]
 
 
@@ -100,11 +105,13 @@ def _norm(c: Call, x: Any, gamma: Any, beta: Any, axis: int, default_eps: float,
 
 
 def simplified_layer_norm(c: Call) -> list[Any]:
+    """com.microsoft SimplifiedLayerNormalization: RMSNorm over the axes from ``axis`` on."""
     y, _, inverse = _norm(c, c.need(0), c.need(1), None, int(c.attrs.get("axis", -1)), 1e-5, True)
     return [y, inverse]
 
 
 def layer_norm(c: Call) -> list[Any]:
+    """LayerNormalization over the axes from ``axis`` on; the bias may be absent."""
     return _norm(c, c.need(0), c.need(1), c.arg(2), int(c.attrs.get("axis", -1)), 1e-5, False)
 
 
@@ -118,10 +125,12 @@ def _skip(c: Call, rms: bool) -> list[Any]:
 
 
 def skip_layer_norm(c: Call) -> list[Any]:
+    """com.microsoft SkipLayerNormalization: the layer norm of input + skip + bias, and that sum."""
     return _skip(c, False)
 
 
 def skip_simplified_layer_norm(c: Call) -> list[Any]:
+    """com.microsoft SkipSimplifiedLayerNormalization: the RMSNorm of input + skip + bias, and that sum."""
     return _skip(c, True)
 
 

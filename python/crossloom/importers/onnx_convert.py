@@ -188,11 +188,11 @@ class Importer(frontend.ONNXGraphImporter):
         if op_type == "Shape" and given[0] is not None:
             value = Value.of(np.array(given[0].items.shape[attrs.get("start", 0) : attrs.get("end")], "int64"))
         elif op_type == "Shape" and data is not None:
-            value = onnx_shaped.shape_value(m, data, attrs)
+            value = onnx_shaped.shape_value(data, attrs)
         elif op_type == "Size" and data is not None:
             value = onnx_shaped.size_value(m, data)
         else:
-            value = evaluate(m, op_type, self.opset, given, attrs)
+            value = evaluate(m, op_type, given, attrs)
         if value is not None:
             self.values[node.output[0]] = value
             return True

@@ -12,11 +12,11 @@ from crossloom.importers.onnx_symbolic import MAX_ELEMENTS, ShapeMath, Unknown, 
 
 _DTYPES = {7: "int64", 6: "int32", 9: "bool"}
 Inputs = list[Value | None]
-Evaluator = Callable[[ShapeMath, Inputs, dict[str, Any], int], Value | None]
+Evaluator = Callable[[ShapeMath, Inputs, dict[str, Any]], Value | None]
 
 
 def _binary(name: str, result: str = "") -> Evaluator:
-    def run(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) -> Value | None:
+    def run(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any]) -> Value | None:
         if any(v is None or (v.dtype == "bool" and result != "bool") for v in inputs):
             return None
         known = [v for v in inputs if v is not None]
@@ -56,14 +56,14 @@ def _ints(inputs: Inputs, index: int, attrs: dict[str, Any], name: str) -> list[
     return list(attrs[name]) if name in attrs else None
 
 
-def _concat(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) -> Value | None:
+def _concat(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any]) -> Value | None:
     known = [v for v in inputs if v is not None]
     if len(known) != len(inputs):
         return None
     return Value(np.concatenate([v.items for v in known], int(attrs.get("axis", 0))), known[0].dtype)
 
 
-def _gather(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) -> Value | None:
+def _gather(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any]) -> Value | None:
     data, indices = inputs[0], inputs[1]
     if data is None or indices is None or not indices.constant:
         return None
@@ -75,19 +75,19 @@ def _array(x: Any) -> np.ndarray:
     return x if isinstance(x, np.ndarray) else boxed([x], ())
 
 
-def _unsqueeze(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) -> Value | None:
+def _unsqueeze(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any]) -> Value | None:
     data, axes = inputs[0], _ints(inputs, 1, attrs, "axes")
     assert data is not None
     return None if axes is None else Value(np.expand_dims(data.items, tuple(axes)), data.dtype)
 
 
-def _squeeze(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) -> Value | None:
+def _squeeze(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any]) -> Value | None:
     data, axes = inputs[0], _ints(inputs, 1, attrs, "axes")
     assert data is not None
     return Value(_array(np.squeeze(data.items, None if axes is None else tuple(axes))), data.dtype)
 
 
-def _reshape(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) -> Value | None:
+def _reshape(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any]) -> Value | None:
     data, shape = inputs[0], _ints(inputs, 1, attrs, "shape")
     assert data is not None
     if shape is None:
@@ -97,7 +97,7 @@ def _reshape(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) ->
     return Value(data.items.reshape(shape), data.dtype)
 
 
-def _cast(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) -> Value | None:
+def _cast(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any]) -> Value | None:
     data, target = inputs[0], _DTYPES.get(attrs.get("to", 0))
     assert data is not None
     if target is None or (target == "bool" and not data.constant):
@@ -105,7 +105,7 @@ def _cast(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) -> Va
     return Value(m.elementwise(lambda v: int(bool(v)) if target == "bool" else v, data.items), target)
 
 
-def _where(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) -> Value | None:
+def _where(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any]) -> Value | None:
     condition, a, b = inputs
     if condition is None or a is None or b is None:
         return None
@@ -113,7 +113,7 @@ def _where(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) -> V
     return Value(m.elementwise(pick, condition.items, a.items, b.items), a.dtype)
 
 
-def _slice(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) -> Value | None:
+def _slice(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any]) -> Value | None:
     data = inputs[0]
     assert data is not None
     starts, ends = _ints(inputs, 1, attrs, "starts"), _ints(inputs, 2, attrs, "ends")
@@ -131,7 +131,7 @@ def _slice(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) -> V
     return Value(data.items[tuple(index)], data.dtype)
 
 
-def _product(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) -> Value | None:
+def _product(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any]) -> Value | None:
     data, axes = inputs[0], _ints(inputs, 1, attrs, "axes")
     assert data is not None
     if data.dtype == "bool" or (axes is not None and len(axes) != 1) or data.items.ndim != 1:
@@ -142,7 +142,7 @@ def _product(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) ->
     return Value(boxed([total], (1,) if attrs.get("keepdims", 1) else ()), data.dtype)
 
 
-def _range(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) -> Value | None:
+def _range(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any]) -> Value | None:
     if any(v is None or not v.constant for v in inputs) or len(inputs) != 3:
         return None
     start, limit, step = (v.list()[0] for v in inputs if v is not None)
@@ -154,7 +154,7 @@ def _range(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) -> V
 
 
 def _unary(fn: Callable[[Any], Any], boolean: bool = False) -> Evaluator:
-    def run(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any], opset: int) -> Value | None:
+    def run(m: ShapeMath, inputs: Inputs, attrs: dict[str, Any]) -> Value | None:
         data = inputs[0]
         assert data is not None
         if (data.dtype == "bool") != boolean and fn is not _identity:
@@ -199,13 +199,13 @@ _EVALUATORS: dict[str, Evaluator] = {
 }
 
 
-def evaluate(m: ShapeMath, op_type: str, opset: int, inputs: list[Value | None], attrs: dict[str, Any]) -> Value | None:
+def evaluate(m: ShapeMath, op_type: str, inputs: Inputs, attrs: dict[str, Any]) -> Value | None:
     """Return the result of one standard operator, or None when it is not shape arithmetic."""
     method = _EVALUATORS.get(op_type)
     if method is None or not inputs or inputs[0] is None:
         return None
     try:
-        out = method(m, inputs, attrs, opset)
+        out = method(m, inputs, attrs)
     except Unknown:
         return None
     if out is None or out.items.size > MAX_ELEMENTS:

@@ -49,6 +49,7 @@ def _refuse_empty(c: Call, size: Any, indices: Any) -> None:
 
 
 def gather(c: Call) -> list[Any]:
+    """Gather along one axis; of constants, a constant."""
     (x, sizes), indices = _data(c), _indices(c)
     axis = _axis(c, len(sizes))
     _refuse_empty(c, sizes[axis], indices)
@@ -60,6 +61,7 @@ def gather(c: Call) -> list[Any]:
 
 
 def gather_elements(c: Call) -> list[Any]:
+    """GatherElements: one index an element."""
     (x, sizes), indices = _data(c), _indices(c)
     axis = _axis(c, len(sizes))
     _refuse_empty(c, sizes[axis], indices)
@@ -67,6 +69,7 @@ def gather_elements(c: Call) -> list[Any]:
 
 
 def gather_nd(c: Call) -> list[Any]:
+    """GatherND: the last axis of the indices, which must be fixed, holds an index for each axis behind the batch's."""
     (x, sizes), indices = _data(c), _indices(c)
     first, columns = int(c.attrs.get("batch_dims", 0)), known_sizes(indices)
     if not columns or not isinstance(columns[-1], int) or not 0 <= first <= len(sizes) - columns[-1]:

@@ -15,7 +15,7 @@ from crossloom.importers.onnx_symbolic import ShapeMath, Value, boxed
 op = relax.op
 
 
-def shape_value(m: ShapeMath, x: Any, attrs: dict[str, Any]) -> Value | None:
+def shape_value(x: Any, attrs: dict[str, Any]) -> Value | None:
     """Evaluate Shape (with `start` and `end` since opset 15) of a tensor whose sizes are known."""
     dims = known_sizes(x)
     if dims is None:

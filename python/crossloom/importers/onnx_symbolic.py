@@ -51,9 +51,11 @@ class Value:
 
     @property
     def constant(self) -> bool:
+        """Whether every element is a number."""
         return all(isinstance(v, int) for v in self.items.reshape(-1))
 
     def list(self) -> list[Any]:
+        """Return the elements in row-major order."""
         return list(self.items.reshape(-1))
 
     def tensor(self, bb: Any) -> Any:
@@ -122,9 +124,11 @@ class ShapeMath:
         return None
 
     def minimum(self, a: Any, b: Any) -> Any:
+        """Return the smaller of two sizes."""
         return self._extreme(a, b, tirx.min, min)
 
     def maximum(self, a: Any, b: Any) -> Any:
+        """Return the larger of two sizes."""
         return self._extreme(a, b, tirx.max, max)
 
     def _extreme(self, a: Any, b: Any, symbolic: Callable[..., Any], plain: Callable[..., Any]) -> Any:
@@ -143,6 +147,7 @@ class ShapeMath:
         return self.simplify(tirx.truncdiv(_expr(a), _expr(b)))
 
     def modulo(self, a: Any, b: Any) -> Any:
+        """Return the remainder that has the divisor's sign, as ONNX's Mod of integers."""
         if isinstance(b, int) and b == 0:
             raise UnsupportedModel("modulo by zero in shape arithmetic", "correct the model")
         if isinstance(a, int) and isinstance(b, int):
@@ -150,12 +155,14 @@ class ShapeMath:
         return self.simplify(tirx.floormod(_expr(a), _expr(b)))
 
     def equal(self, a: Any, b: Any) -> Any:
+        """Return 1 or 0; raise Unknown where it depends on the symbols."""
         known = self.same(a, b)
         if known is None:
             raise Unknown
         return int(known)
 
     def less(self, a: Any, b: Any) -> Any:
+        """Return 1 or 0; raise Unknown where it depends on the symbols."""
         if isinstance(a, int) and isinstance(b, int):
             return int(a < b)
         if self.proves(_expr(a) < _expr(b)):
@@ -165,6 +172,7 @@ class ShapeMath:
         raise Unknown
 
     def elementwise(self, fn: Callable[..., Any], *parts: np.ndarray) -> np.ndarray:
+        """Return a function of arrays broadcast against each other, element by element."""
         wide = np.broadcast_arrays(*parts)
         if wide[0].size > MAX_ELEMENTS:
             raise Unknown
