@@ -19,6 +19,7 @@ from crossloom.importers.onnx_branches import flatten_branches
 from crossloom.importers.onnx_load import WEIGHT_TYPES, WIDENED, has_nan, load, read_tensor
 from crossloom.importers.onnx_quantized import fold_dequantize, fold_matmul_nbits
 from crossloom.importers.onnx_shapes import input_types
+from crossloom.importers.onnx_tables import tables
 from crossloom.importers.signature import dimension
 from crossloom.model import Entry, Model, TensorSpec
 
@@ -136,11 +137,13 @@ def _split(
     used = {n for node in nodes for n in onnx_check.reads(node)} | {o.name for o in graph.output}
     constants: dict[str, np.ndarray] = {}
     weights: dict[str, np.ndarray] = {}
+    known = tables(nodes, tensors)
     for name, array in tensors.items():
         if name not in used:
             continue
         small_int = (array.dtype.kind in "iu" and array.dtype.itemsize >= 4) or array.dtype.kind == "b"
-        inline = array.ndim == 0 or array.size == 1 or (small_int and array.size <= _INLINE_ELEMENTS)
+        inline = array.ndim == 0 or array.size == 1 or name in known
+        inline = inline or (small_int and array.size <= _INLINE_ELEMENTS)
         (constants if inline else weights)[name] = array
     return constants, weights, defaults, nodes
 
