@@ -268,21 +268,26 @@ def model_inputs(length: int = 60) -> dict[str, dict[str, np.ndarray]]:
     return out
 
 
-def measure_model(turns: int = TURNS, turn_s: float = TURN_S) -> list[Row]:
-    """Compile shapes3 both ways and time its entries; numpy is the model's own reference."""
+def measure_model(entries: Sequence[str], turns: int = TURNS, turn_s: float = TURN_S) -> list[Row]:
+    """Compile shapes3 both ways and time some of its entries; numpy is the model's own reference."""
     model = load_model(shapes3.path() / "shapes3.toml")
     host = get_target("host")
     ours = compile_model(model, host)
     default = tvm.compile(model.mod, host.tvm_target())
-    rows = []
-    for entry, inputs in model_inputs().items():
+    rows, drawn = [], model_inputs()
+    for entry in entries:
+        inputs = drawn[entry]
         runs: dict[str, Callable[[], Any]] = {}
         for name, executable, owner in (("ours", ours.executable, ours.model), ("default", default, model)):
             arrays = [inputs[spec.name] for spec in owner.entries[entry].inputs] + owner.entry_params(entry)
             runs[name] = _machine(executable, entry, arrays)
         runs["numpy"] = partial(shapes3.reference.run, entry, inputs)
-        rows.append(Row(f"shapes3: {entry}", *take_turns(runs, turns, turn_s)))
+        rows.append(Row(_row_name(entry), *take_turns(runs, turns, turn_s)))
     return rows
+
+
+def _row_name(entry: str) -> str:
+    return f"shapes3: {entry}"
 
 
 def shortfalls(rows: Sequence[Row]) -> list[str]:
@@ -294,7 +299,7 @@ def shortfalls(rows: Sequence[Row]) -> list[str]:
             out.append(f"{row.name}: {gain:.2f} times TVM's default, asked {SLOWEST:g}")
         if row.name == "matmul 512" and gain < PRODUCT:
             out.append(f"{row.name}: {gain:.1f} times TVM's default, asked {PRODUCT:g}")
-        if row.name == "shapes3: prefill":
+        if row.name == _row_name("prefill"):
             for what, figures in (("wall", row.wall_us), ("processor", row.cpu_us)):
                 if figures["ours"] >= figures["numpy"]:
                     took = f"{figures['ours'] / 1000:.2f} ms against {figures['numpy'] / 1000:.2f} ms of numpy"
@@ -323,9 +328,11 @@ def main() -> int:
     for kernel in KERNELS:
         if args.only in kernel.name:
             show(measure_kernel(kernel))
-    if args.only in "shapes3: vision audio prefill decode":
-        for row in measure_model():
-            show(row)
+    entries = [entry for entry in model_inputs() if args.only in _row_name(entry)]
+    for row in measure_model(entries) if entries else ():
+        show(row)
+    if not rows:
+        parser.error(f"--only {args.only!r}: no kernel has that in its name")
     if args.json:
         args.json.write_text(json.dumps([vars(row) for row in rows], indent=1))
     missing = shortfalls(rows) if args.check else []
