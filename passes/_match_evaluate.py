@@ -7,6 +7,7 @@ lengths may be symbolic.  Anything else has no value.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,6 +23,8 @@ from ._match_spelling import dims, dtype, is_constant, sizes
 
 #: More lines than a mask of any exporter has.
 MOST_LINES = 80
+#: By function: what its constants are, by their hash; layers share a few large ones.
+_CONSTANTS: weakref.WeakKeyDictionary[Graph, dict[int, Value | None]] = weakref.WeakKeyDictionary()
 
 _COMPARE: dict[str, tuple[int, int]] = {
     # a OP b as factor * (a - b) + shift >= 0, over integers
@@ -58,6 +61,7 @@ class Evaluator:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.known: dict[relax.Var, Value | None] = {}
+        self.constants = _CONSTANTS.setdefault(graph, {})
 
     def at(self, expr: relax.Expr) -> Value | None:
         """Return the value of an expression, None where the algebra has none for it."""
@@ -68,7 +72,10 @@ class Evaluator:
         value: Value | None = None
         resolved = self.graph.resolve(expr)
         if is_constant(resolved):
-            value = of_array(np.asarray(resolved.value.numpy()))
+            key = hash(resolved)
+            if key not in self.constants:
+                self.constants[key] = of_array(np.asarray(resolved.value.numpy()))
+            value = self.constants[key]
         elif self.graph.op(expr):
             try:
                 value = self._call(resolved)

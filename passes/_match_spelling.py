@@ -73,11 +73,7 @@ def fields_of(graph: Graph, expr: relax.Expr) -> list[relax.Expr]:
 def is_weight(graph: Graph, expr: relax.Expr) -> bool:
     """Return whether a value is a constant or a parameter behind the inputs (all, where ``num_input`` is absent)."""
     value = graph.resolve(expr)
-    if not isinstance(value, relax.Var):
-        return is_constant(value)
-    attrs = graph.func.attrs
-    first = int(attrs["num_input"]) if attrs is not None and "num_input" in attrs else 0
-    return any(value.same_as(p) for p in list(graph.func.params)[first:])
+    return value in graph.weights if isinstance(value, relax.Var) else is_constant(value)
 
 
 def interior(graph: Graph, root: relax.Var, stops: Sequence[relax.Expr]) -> frozenset[relax.Var]:

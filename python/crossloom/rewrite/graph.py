@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 
 from tvm import ir, relax
 
@@ -73,6 +74,13 @@ class Graph:
         if self._map is None:
             self._map = relax.analysis.get_var2val(self.func)
         return self._map
+
+    @cached_property
+    def weights(self) -> frozenset[relax.Var]:
+        """The parameters behind the inputs; all of them where the attribute ``num_input`` is absent."""
+        attrs = self.func.attrs
+        first = int(attrs["num_input"]) if attrs is not None and "num_input" in attrs else 0
+        return frozenset(list(self.func.params)[first:])
 
     def _walk(self, body: relax.Expr) -> None:
         scope = self._scopes
