@@ -141,6 +141,20 @@ def test_bias_of_another_shape_is_refused(bias):
     assert worst_error(x @ w + b, run_module(out, "main", [x, w, b])[0]) < 1e-5
 
 
+def test_a_match_cast_between_product_and_bias_stays():
+    bb = relax.BlockBuilder()
+    shapes = {"x": (2, 8), "w": (8, 6), "b": (6,)}
+    x, w, b = (relax.Var(name, relax.TensorType(shape, "float32")) for name, shape in shapes.items())
+    with bb.function("main", [x, w, b], attrs={"num_input": 1}):
+        with bb.dataflow():
+            product = bb.match_cast(bb.emit(op.matmul(x, w)), relax.TensorType((2, 6), "float32"))
+            out = bb.emit_output(op.add(product, b))
+        bb.emit_func_output(out)
+    out, found, codes = canonicalized(bb.get())
+    assert codes == {"crosses-a-match-cast"} and len(found["crossloom.linear"].params) == 2
+    assert any(isinstance(binding, relax.MatchCast) for binding in out["main"].body.blocks[0].bindings)
+
+
 def test_weight_transposed_for_two_readers_is_taken_as_it_is():
     def build(e, x, w):
         turned = e(op.permute_dims(w))

@@ -103,6 +103,21 @@ def test_plain_mlp():
     assert list(found) == ["crossloom.mlp"]
 
 
+def test_activation_that_an_earlier_block_returns():
+    """The output of a dataflow block has a name of its own: ``gv = lv``."""
+    bb = relax.BlockBuilder()
+    shapes = {"x": (2, 8), "a": (8, 12), "down": (12, 8)}
+    x, a, down = (relax.Var(name, relax.TensorType(shape, "float32")) for name, shape in shapes.items())
+    with bb.function("prefill", [x, a, down], attrs={"num_input": 1}):
+        with bb.dataflow():
+            hidden = bb.emit_output(silu(bb.emit, bb.emit(op.matmul(x, a))))
+        with bb.dataflow():
+            out = bb.emit_output(op.matmul(hidden, down))
+        bb.emit_func_output(out)
+    _, found, _ = apply(bb.get())
+    assert list(found) == ["crossloom.mlp"]
+
+
 @pytest.mark.parametrize(
     ("build", "code"),
     [

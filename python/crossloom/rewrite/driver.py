@@ -127,6 +127,8 @@ def _judge(rule: Rule, match: Match, claimed: set[relax.Var]) -> Verdict:
     for var in match.interior:
         if var in claimed:
             return refuse("claimed-by-earlier-rewrite", var.name)
+        if var in graph.casts:
+            return refuse("crosses-a-match-cast", var.name, "what it asserts of a shape would be lost")
         if graph.scope[var] != graph.scope[match.root]:
             return refuse("crosses-a-branch", var.name)
         if not rule.shared_interior and var is not match.root:

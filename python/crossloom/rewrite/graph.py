@@ -53,6 +53,8 @@ class Graph:
         Variables whose values use it; the function's or a branch's result does not appear here.
     escapes : set of relax.Var
         Variables used by a result (of the function, of a branch, of an inner function).
+    casts : set of relax.Var
+        Variables bound by a ``match_cast``, which asserts a shape; their value is what is cast.
     """
 
     def __init__(self, name: str, func: relax.Function, mod: ir.IRModule) -> None:
@@ -64,6 +66,7 @@ class Graph:
         self.escapes: set[relax.Var] = set()
         self.scope: dict[relax.Var, int] = {}
         self.in_dataflow: set[relax.Var] = set()
+        self.casts: set[relax.Var] = set()
         self._scopes = 0
         self._map: object | None = None
         self._walk(func.body)
@@ -93,6 +96,8 @@ class Graph:
                 self._bind(binding.var, binding.value, scope)
                 if isinstance(block, relax.DataflowBlock):
                     self.in_dataflow.add(binding.var)
+                if isinstance(binding, relax.MatchCast):
+                    self.casts.add(binding.var)
         self._escape(body.body)
 
     def _escape(self, expr: relax.Expr) -> None:
