@@ -3,8 +3,8 @@
 Before: ``y = R.matmul(x, w)`` with x, w and y float16 (TVM accumulates in float16: 4096 ones give 2048).
 After: ``t = R.matmul(x, w, out_dtype="float32"); y = R.astype(t, "float16")``, which FuseOps makes one kernel.
 
-Fires when the operator sums (matmul, convolutions, einsum, sum, mean, variance, std, softmax, norms) and its
-operands are float16 or bfloat16.
+Fires when the operator sums or multiplies up (matmul, convolutions and their transposes, einsum, sum, mean, variance,
+std, prod, cumsum, softmax, norms, average pooling, attention) and its result is float16 or bfloat16.
 Never when the result is already wider than the operands, or for integers (int8 products keep int32).
 
 Numerics: lowers no precision; results differ from TVM's by the rounding TVM makes in float16.
@@ -38,10 +38,17 @@ _WIDEN = (
     "relax.nn.rms_norm",
     "relax.nn.group_norm",
     "relax.nn.instance_norm",
+    "relax.nn.avg_pool1d",
     "relax.nn.avg_pool2d",
+    "relax.nn.avg_pool3d",
+    "relax.nn.adaptive_avg_pool1d",
     "relax.nn.adaptive_avg_pool2d",
+    "relax.nn.adaptive_avg_pool3d",
     "relax.nn.conv1d_transpose",
     "relax.nn.conv2d_transpose",
+    "relax.nn.conv3d_transpose",
+    "relax.nn.attention",
+    "relax.nn.attention_bias",
 )
 
 

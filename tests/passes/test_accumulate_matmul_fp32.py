@@ -60,6 +60,22 @@ def test_rms_norm_beyond_the_range_of_half(scale):
     np.testing.assert_allclose(run(mod, [x, g], "decode"), want, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize(
+    ("build", "shapes"),
+    [
+        (lambda x: relax.op.nn.avg_pool1d(x, 2), [(1, 2, 8)]),
+        (lambda x: relax.op.nn.adaptive_avg_pool3d(x, 2), [(1, 2, 4, 4, 4)]),
+        (relax.op.nn.conv3d_transpose, [(1, 2, 4, 4, 4), (2, 3, 3, 3, 3)]),
+        (relax.op.nn.attention, [(1, 5, 2, 4)] * 3),
+        (relax.op.nn.attention, [*[(1, 5, 2, 4)] * 3, (1, 2, 5, 5)]),
+    ],
+)
+def test_pools_transposed_convolutions_and_attention_sum_wide(build, shapes):
+    *_, wide, narrow = AccumulateMatmulFP32()(one(build, *shapes))["decode"].body.blocks[0].bindings
+    assert (str(wide.var.ty.dtype), str(narrow.var.ty.dtype)) == ("float32", "float16")
+    assert narrow.value.op.name == "relax.astype"
+
+
 def test_integers_and_wider_results_stay():
     for dtype, out in [("int8", "int32"), ("float16", "float32"), ("float32", None)]:
         bb = relax.BlockBuilder()
