@@ -21,7 +21,7 @@ from tvm import relax
 from crossloom.rewrite import Graph, Match, Rule, Site
 from crossloom.verdict import Verdict
 
-from ._match_spelling import dims, dtype, matched, replay, replayable, same_dims, scalar
+from .matching.spelling import dims, dtype, matched, replay, replayable, same_dims, scalar
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 _UNARY: dict[str, Callable[[np.ndarray], np.ndarray]] = {

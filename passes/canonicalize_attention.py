@@ -29,9 +29,9 @@ from tvm import relax
 from crossloom.rewrite import Graph, Match, Rule, Site
 from crossloom.verdict import Verdict, refuse
 
-from ._match_attention import grouped, mask_facts, mask_kind, match_spelled
-from ._match_heads import transposed
-from ._match_spelling import dims, matched, replay, replayable, sizes
+from .matching.attention import grouped, mask_facts, mask_kind, match_spelled
+from .matching.heads import transposed
+from .matching.spelling import dims, matched, replay, replayable, sizes
 
 _ATTRIBUTES = ("scale", "groups", "layout", "key_layout", "value_layout", "out_layout")
 _MASKS = ("masked", "mask_form", "biased", "mask", "offset", "fill", "empty_rows")

@@ -21,7 +21,7 @@ from tvm import relax, tirx
 from crossloom.rewrite import Graph, Match, Rule, Site
 from crossloom.verdict import Verdict, refuse
 
-from ._match_spelling import dims, dtype, either, is_weight, matched, replay, replayable, same_dims, sizes, uncast
+from .matching.spelling import dims, dtype, either, is_weight, matched, replay, replayable, same_dims, sizes, uncast
 
 
 def weight_of(graph: Graph, expr: relax.Expr) -> tuple[relax.Expr, str] | None:

@@ -21,9 +21,9 @@ from tvm import relax
 from crossloom.rewrite import Graph, Match, Rule, Site
 from crossloom.verdict import Verdict, refuse
 
-from ._match_spelling import dims, either, matched, replay, replayable, same_dims
 from .canonicalize_activation import ROOTS, match_activation
 from .canonicalize_linear import match_linear
+from .matching.spelling import dims, either, matched, replay, replayable, same_dims
 
 
 def _activated(graph: Graph, expr: relax.Expr) -> tuple[relax.Expr, str] | None:

@@ -21,8 +21,8 @@ from tvm import relax
 from crossloom.rewrite import Graph, Match, Rule, Site
 from crossloom.verdict import Verdict, refuse
 
-from ._match_factors import Statistics, factors, reduction, spans, squared, trailing
-from ._match_spelling import either, matched, replay, replayable, uncast
+from .matching.factors import Statistics, factors, reduction, spans, squared, trailing
+from .matching.spelling import either, matched, replay, replayable, uncast
 
 _PRODUCTS = frozenset({"relax.multiply", "relax.divide"})
 

@@ -46,12 +46,12 @@ from tvm import relax
 from crossloom.rewrite import Graph, Match, Rule, Site
 from crossloom.verdict import Verdict
 
-from ._match_angles import table_facts
-from ._match_elements import Elements
-from ._match_lanes import MOST_NODES, OPERATORS, LaneAlgebra, NotLanes
-from ._match_pairs import Rotation, classify
-from ._match_products import Product
-from ._match_spelling import dims, matched, replay, replayable, same_dims, sizes
+from .matching.angles import table_facts
+from .matching.elements import Elements
+from .matching.lanes import MOST_NODES, OPERATORS, LaneAlgebra, NotLanes
+from .matching.pairs import Rotation, classify
+from .matching.products import Product
+from .matching.spelling import dims, matched, replay, replayable, same_dims, sizes
 
 #: By function: its elements, and the facts of tables already read.
 _READ: weakref.WeakKeyDictionary[Graph, tuple[Elements, dict[tuple[Any, ...], dict[str, Any] | Verdict]]]

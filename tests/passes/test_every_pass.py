@@ -22,7 +22,7 @@ def _imported(path: Path, seen: set[Path]) -> set[Path]:
     seen.add(path)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
-            _imported(path.with_name(f"{node.module}.py"), seen)
+            _imported(path.parent.joinpath(*node.module.split(".")).with_suffix(".py"), seen)
     return seen
 
 
@@ -32,8 +32,8 @@ def _sources(stem: str) -> set[Path]:
 
 def _tests(stem: str) -> list[Path]:
     """Return the test files of a pass: its own, and those of the files it is made of."""
-    stems = {path.stem.lstrip("_") for path in _sources(stem)}
-    return [path for path in sorted(TESTS.glob("test_*.py")) if any(path.stem.startswith(f"test_{s}") for s in stems)]
+    stems = {path.stem for path in _sources(stem)}
+    return [path for path in sorted(TESTS.rglob("test_*.py")) if any(path.stem.startswith(f"test_{s}") for s in stems)]
 
 
 def _functions(stem: str) -> dict[str, str]:

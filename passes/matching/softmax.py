@@ -14,8 +14,8 @@ from tvm import relax
 from crossloom.rewrite import Graph
 from crossloom.verdict import Verdict, refuse
 
-from ._match_heads import filled, through
-from ._match_spelling import dims, scalar
+from .heads import filled, through
+from .spelling import dims, scalar
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Evaluate index arithmetic in the algebra of ``_match_lines``.
+"""Evaluate index arithmetic in the algebra of ``lines``.
 
 Ranges, comparisons, ``tril``/``triu``, ``where``, casts, views and arithmetic are known, constants included;
 lengths may be symbolic.  Anything else has no value.
@@ -17,9 +17,9 @@ from tvm_ffi import structural_equal
 
 from crossloom.rewrite import Graph
 
-from ._match_line_views import inserted, move, narrow, number, sliced
-from ._match_lines import Line, Split, Value, combine, of_array, uniform
-from ._match_spelling import dims, dtype, is_constant, sizes
+from .line_views import inserted, move, narrow, number, sliced
+from .lines import Line, Split, Value, combine, of_array, uniform
+from .spelling import dims, dtype, is_constant, sizes
 
 #: More lines than a mask of any exporter has.
 MOST_LINES = 80

@@ -1,4 +1,4 @@
-"""How slices, views and broadcasting move the lines of ``_match_lines`` over other axes."""
+"""How slices, views and broadcasting move the lines of ``lines`` over other axes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tvm import relax, tirx
 
-from ._match_lines import Line, Offset, Split, Value, proved
+from .lines import Line, Offset, Split, Value, proved
 
 
 def number(expr: relax.Expr) -> Offset:

@@ -9,9 +9,9 @@ from tvm import relax, tirx
 
 from crossloom.rewrite import Graph
 
-from ._match_evaluate import Evaluator
-from ._match_lines import Offset, Split, proved
-from ._match_spelling import dtype
+from .evaluate import Evaluator
+from .lines import Offset, Split, proved
+from .spelling import dtype
 
 #: A finite number that stands for minus infinity: masks of -1e9 and of the type's least value are; -1e4 is not.
 MINUS_INFINITY = -1e9

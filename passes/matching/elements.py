@@ -14,11 +14,11 @@ from tvm import relax
 
 from crossloom.rewrite import Graph
 
-from ._match_lanes import NotLanes
-from ._match_moves import Index, Place, affine
-from ._match_products import Factors, Product, numbers
-from ._match_spelling import dims, dtype, fields_of, is_constant, is_weight, sizes
-from ._match_undo import MOVES, Unknown, axis_of, plain
+from .lanes import NotLanes
+from .moves import Index, Place, affine
+from .products import Factors, Product, numbers
+from .spelling import dims, dtype, fields_of, is_constant, is_weight, sizes
+from .undo import MOVES, Unknown, axis_of, plain
 
 #: Operators followed below one element; a rotary table takes about twenty.
 _DEEPEST = 80

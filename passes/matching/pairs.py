@@ -9,7 +9,7 @@ from tvm import relax
 
 from crossloom.verdict import Verdict, refuse
 
-from ._match_lanes import Term
+from .lanes import Term
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import tirx
 
-from crossloom.passes._match_moves import affine, divided, extent, modulo, reshape_index
+from crossloom.passes.matching.moves import affine, divided, extent, modulo, reshape_index
 
 
 def fill(place, values):

@@ -10,9 +10,9 @@ import numpy as np
 
 from crossloom.verdict import Verdict, refuse
 
-from ._match_columns import recover
-from ._match_elements import Elements
-from ._match_products import Product
+from .columns import recover
+from .elements import Elements
+from .products import Product
 
 Facts = dict[str, Any]
 Lanes = Sequence[Product]

@@ -14,7 +14,7 @@ from tvm import relax, tirx
 
 from crossloom.rewrite import Graph
 
-from ._match_spelling import dims, either, fields_of, is_constant, same_dims, scalar, sizes
+from .spelling import dims, either, fields_of, is_constant, same_dims, scalar, sizes
 
 #: More lines than any spelling of a rotation has.
 MOST_NODES = 48

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ._match_moves import Index, Place
+from .moves import Index, Place
 
 
 @dataclass(frozen=True)

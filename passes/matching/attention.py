@@ -11,11 +11,11 @@ from tvm import relax, tirx
 from crossloom.rewrite import Graph, Match
 from crossloom.verdict import Verdict, refuse
 
-from ._match_heads import Product, filled, operand, product_of, repeated_heads, through
-from ._match_lines import proved
-from ._match_mask import causal_offset, is_minus_infinity
-from ._match_softmax import Weights, softmax_of
-from ._match_spelling import dims, dtype, either, matched, same_dims, sizes
+from .heads import Product, filled, operand, product_of, repeated_heads, through
+from .lines import proved
+from .mask import causal_offset, is_minus_infinity
+from .softmax import Weights, softmax_of
+from .spelling import dims, dtype, either, matched, same_dims, sizes
 
 #: How it is applied, the operand, and what it puts in place of a score (0 for one that is added).
 Mask = tuple[str, relax.Expr, float]

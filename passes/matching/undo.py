@@ -8,9 +8,9 @@ from tvm import relax
 
 from crossloom.rewrite import Graph
 
-from ._match_lanes import slices
-from ._match_moves import Index, Place, affine, divided, extent, modulo, reshape_index
-from ._match_spelling import dims, fields_of, sizes
+from .lanes import slices
+from .moves import Index, Place, affine, divided, extent, modulo, reshape_index
+from .spelling import dims, fields_of, sizes
 
 #: The operand and the place in it.
 At = tuple[relax.Expr, Index]

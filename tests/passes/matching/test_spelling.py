@@ -7,7 +7,7 @@ import pytest
 import tvm
 from tvm import relax, tirx
 
-from crossloom.passes._match_spelling import matched, replay, replayable
+from crossloom.passes.matching.spelling import matched, replay, replayable
 from crossloom.rewrite import Graph, Rule, apply_rules
 from crossloom.testing import run_module
 

@@ -8,7 +8,7 @@ from tvm import relax
 
 from crossloom.rewrite import Graph
 
-from ._match_spelling import dims, either, same_dims, scalar, sizes
+from .spelling import dims, either, same_dims, scalar, sizes
 
 _VIEWS = ("relax.astype", "relax.broadcast_to", "relax.reshape")
 

@@ -8,7 +8,7 @@ from tvm import relax
 
 from crossloom.rewrite import Graph
 
-from ._match_spelling import dims, either, same_dims, scalar, sizes, uncast
+from .spelling import dims, either, same_dims, scalar, sizes, uncast
 
 #: A value, its statistics and a weight; more factors are no norm.
 _MOST = 4

@@ -1,0 +1,1 @@
+"""Reading a graph by meaning: what CanonicalizeTransformer's recognisers stand on, one idea a file."""
