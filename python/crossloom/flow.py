@@ -50,7 +50,7 @@ class Step:
 
 
 def default_text(target: Any = None) -> str:
-    """Return the text of a target's pipeline."""
+    """Return the text of a target's pipeline: so far every target's is that of its CPU."""
     return ",".join(CPU)
 
 

@@ -10,7 +10,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import tvm
@@ -69,10 +69,6 @@ class PassInfo:
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
             raise UsageError(f"pass {self.name}: stage {self.stage!r} is not one of {', '.join(STAGES)}")
-
-    def option_names(self) -> tuple[str, ...]:
-        """Return the options' names as written in text."""
-        return tuple(f.name.replace("_", "-") for f in fields(self.options)) if self.options else ()
 
     def make(self, options: Mapping[str, Any] | None = None, target: Any = None) -> tvm.transform.Pass:
         """Build the pass from options given as values or text.
