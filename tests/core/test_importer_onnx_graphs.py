@@ -82,6 +82,25 @@ def test_slices_with_symbolic_bounds(size, start, end):
     np.testing.assert_array_equal(run(proto, x=x)[0], x[bounds[start] : bounds[end]])
 
 
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_axes_at_run_time_are_not_taken_for_absent(axis):
+    """The tensor, the starts and the ends are known while importing: only the axes are not."""
+    nodes = [make("Slice", ["t", "one", "two", "axes"], ["cut"]), make("Add", ["cut", "z"], ["y"])]
+    t = np.arange(12, dtype="int64").reshape(3, 4)
+    init = [nh.from_array(t, "t"), int64("one", 1), int64("two", 2)]
+    proto = model_of(nodes, [("axes", T.INT64, [1]), ("z", T.INT64, [1])], [("y", T.INT64, None)], init)
+    wanted = t[1:2] if axis == 0 else t[:, 1:2]
+    np.testing.assert_array_equal(run(proto, axes=np.array([axis]), z=np.array([0]))[0], wanted)
+
+
+def test_axes_left_out_before_steps_are_the_first_ones():
+    nodes = [make("Slice", ["t", "zero", "three", "", "two"], ["cut"]), make("Add", ["cut", "z"], ["y"])]
+    t = np.arange(12, dtype="int64").reshape(3, 4)
+    init = [nh.from_array(t, "t"), int64("zero", 0), int64("three", 3), int64("two", 2)]
+    proto = model_of(nodes, [("z", T.INT64, [1])], [("y", T.INT64, None)], init)
+    np.testing.assert_array_equal(run(proto, z=np.array([0]))[0], t[[0, 2]])
+
+
 def test_expand_as_torch_spells_it():
     """Where(shape == -1, ones, shape) and a target taken from another input."""
     nodes = [

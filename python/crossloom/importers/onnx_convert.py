@@ -191,7 +191,7 @@ class Importer(frontend.ONNXGraphImporter):
             value = onnx_shaped.shape_value(data, attrs)
         elif op_type == "Size" and data is not None:
             value = onnx_shaped.size_value(m, data)
-        else:
+        elif all(v is not None or not n for v, n in zip(given, node.input)):
             value = evaluate(m, op_type, given, attrs)
         if value is not None:
             self.values[node.output[0]] = value

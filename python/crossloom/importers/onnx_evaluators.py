@@ -200,7 +200,10 @@ _EVALUATORS: dict[str, Evaluator] = {
 
 
 def evaluate(m: ShapeMath, op_type: str, inputs: Inputs, attrs: dict[str, Any]) -> Value | None:
-    """Return the result of one standard operator, or None when it is not shape arithmetic."""
+    """Return the result of one standard operator, or None when it is not shape arithmetic.
+
+    An operand that is None was not given; what is given and unknown leaves nothing to evaluate, and nobody asks.
+    """
     method = _EVALUATORS.get(op_type)
     if method is None or not inputs or inputs[0] is None:
         return None
