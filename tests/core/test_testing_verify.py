@@ -103,3 +103,16 @@ def test_repro_runs_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     with pytest.raises(UsageError, match="no-such-pass"):
         write_repro(tmp_path / "other", replace(culprit, name="no-such-pass"), calls)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_pass_that_writes_to_its_input_and_then_fails_is_told_both() -> None:
+    @tvm.transform.module_pass(opt_level=0, name="WriteAndFail")
+    def run(mod: tvm.ir.IRModule, ctx: tvm.transform.PassContext) -> tvm.ir.IRModule:
+        mod.update_func(mod.get_global_var("decode"), mod["prefill"].with_attr("global_symbol", "decode"))
+        raise ValueError("cannot")
+
+    steps = [("write", run, EXACT), ("nothing", relax.transform.Normalize(), EXACT)]
+    wrote, after = verify_pipeline(_module(), steps)
+    assert "cannot" in wrote.fault and "changed its input" in wrote.fault
+    # It goes on without the pass: with the module as it was.
+    assert not wrote.changed and after.problem == "" and not after.changed

@@ -177,10 +177,10 @@ def walk(
             except Exception as error:
                 if strict:
                     raise _failed(stage, model, error) from error
-                fault = f"the pass failed: {reason(error)}"
+                after, fault = kept, f"the pass failed: {reason(error)}"
         seconds = time.perf_counter() - start
         if _fingerprint(model) != print_before:
-            fault = "the pass changed its input"
+            fault = "; ".join(filter(None, (fault, "the pass changed its input")))
         errors: dict[str, float] = dict.fromkeys((c.entry for c in calls), 0.0)
         violations: tuple[Violation, ...] = ()
         not_run, expected = "", outputs
