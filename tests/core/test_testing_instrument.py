@@ -178,3 +178,24 @@ def test_own_executor_and_inputs() -> None:
     inputs = {"main": [np.full((2, 4), 7, "float32")]}
     _run(NumericsInstrument(inputs=inputs, execute=execute), _module(), relax.transform.LegalizeOps())
     assert seen == [("main", 7.0)] * 2  # once before, once after: the Sequential's ends are the pass's
+
+
+def test_a_nested_pass_of_the_same_name_that_failed_closes_its_own_record() -> None:
+    @tvm.transform.module_pass(opt_level=0, name="Twin")
+    def fails(mod: tvm.ir.IRModule, ctx: tvm.transform.PassContext) -> tvm.ir.IRModule:
+        raise ValueError("cannot")
+
+    @tvm.transform.module_pass(opt_level=0, name="Twin")
+    def survives(mod: tvm.ir.IRModule, ctx: tvm.transform.PassContext) -> tvm.ir.IRModule:
+        with pytest.raises(ValueError, match="cannot"):
+            fails(mod)
+        return _scaled(1.5)(mod)
+
+    instrument = NumericsInstrument()
+    with tvm.transform.PassContext(instruments=[instrument]):
+        survives(_module())
+    outer, inner, scale = instrument.records
+    assert [r.name for r in instrument.records] == ["Twin", "Twin", "Scale"]
+    assert outer.fault == "" and outer.changed and outer.errors == {"main": pytest.approx(0.5)}
+    assert inner.fault == "the pass ended with an error" and inner.depth == 1
+    assert scale.depth >= 1

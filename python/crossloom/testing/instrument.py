@@ -15,10 +15,12 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 
 import numpy as np
 import tvm
@@ -77,9 +79,10 @@ class _Outcome:
 
 @dataclass
 class _Running:
-    """A pass between its hooks."""
+    """A pass between its hooks; ``caller`` is the Python call that runs it."""
 
     name: str
+    caller: FrameType
     row: int
     mod: tvm.ir.IRModule
     print_before: int
@@ -178,7 +181,8 @@ class NumericsInstrument(PassInstrument):
         if ledger is None:
             ledger = self._ledger = Ledger()
             ledger.__enter__()
-        frame = _Running(str(info.name), len(self._rows), mod, print_before, before, ledger, len(ledger))
+        caller = sys._getframe(1)
+        frame = _Running(str(info.name), caller, len(self._rows), mod, print_before, before, ledger, len(ledger))
         self._rows.append(None)
         self._stack.append(frame)
         frame.began = time.perf_counter()
@@ -188,8 +192,10 @@ class NumericsInstrument(PassInstrument):
     def run_after_pass(self, mod: tvm.ir.IRModule, info: tvm.transform.PassInfo) -> None:
         """Run what the pass left and compare."""
         began = time.perf_counter()
-        while self._stack[-1].name != str(info.name):
-            self._abandon()  # passes inside, whose error this one survived
+        # Passes inside, whose error this one survived; they may have its name, but not its caller, which both hooks
+        # of a pass are called from.
+        while self._stack[-1].caller is not sys._getframe(1) or self._stack[-1].name != str(info.name):
+            self._abandon()
         frame = self._stack[-1]
         before, print_after = frame.before, structural_hash(mod)
         changed = print_after != frame.print_before
