@@ -12,6 +12,7 @@ from tvm import relax
 
 from crossloom.errors import UnsupportedModel
 from crossloom.importers.onnx import from_onnx
+from crossloom.testing import run_module
 
 make, vi = h.make_node, h.make_tensor_value_info
 MS = "com.microsoft"
@@ -111,6 +112,22 @@ def test_nested(a, b):
     nodes = [make("If", ["a"], ["y"], then_branch=then, else_branch=deep("Tanh"))]
     inputs = [("x", T.FLOAT, ["n", 4]), ("a", T.BOOL, []), ("b", T.BOOL, [])]
     compare(model_of(nodes, inputs, [("y", T.FLOAT)]), x=X, a=np.array(a), b=np.array(b))
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_ifs_whose_first_output_is_left_out_keep_their_branches_apart(flag):
+    pair = lambda op: branch([make("Exp", ["x"], ["o"]), make(op, ["x"], ["p"])], [("o", T.FLOAT), ("p", T.FLOAT)])
+    nodes = [
+        make("If", ["flag"], ["", "a"], then_branch=pair("Relu"), else_branch=pair("Neg")),
+        make("If", ["flag"], ["", "b"], then_branch=pair("Tanh"), else_branch=pair("Abs")),
+        make("If", ["flag"], ["", ""], then_branch=pair("Sin"), else_branch=pair("Cos")),
+    ]
+    inputs = [("x", T.FLOAT, ["n", 4]), ("flag", T.BOOL, [1])]
+    model = from_onnx(model_of(nodes, inputs, [("a", T.FLOAT), ("b", T.FLOAT)]))
+    out = run_module(model.mod, "main", [X, np.array([flag])])
+    wanted = [np.maximum(X, 0), np.tanh(X)] if flag else [-X, np.abs(X)]
+    for value, expected in zip(out, wanted, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_an_unused_if_may_not_convert_and_a_used_one_is_named():

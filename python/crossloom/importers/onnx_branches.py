@@ -56,6 +56,10 @@ def _flatten(
         copy.output[index] = names.get(name, name)
     if node.op_type != "If" or node.domain not in ("", "ai.onnx"):
         return [copy]
+    # Outputs may be left out, the first as well; what is left is made by no other node and tells two Ifs apart.
+    made_here = [name for name in copy.output if name]
+    if not made_here:
+        return []
     branches = {attribute.name: attribute.g for attribute in node.attribute}
     out: list[onnx.NodeProto] = []
     results: list[list[str]] = []
@@ -63,7 +67,7 @@ def _flatten(
         if key not in branches:
             raise UnsupportedModel(f"{describe(node)}: has no {key}", "export the model again")
         inner = branches[key]
-        prefix = f"{copy.output[0]}.{key.removesuffix('_branch')}."
+        prefix = f"{made_here[0]}.{key.removesuffix('_branch')}."
         local = dict(names)
         made = [t.name for t in inner.initializer] + [name for n in inner.node for name in n.output if name]
         local.update({name: prefix + name for name in made})
@@ -79,8 +83,10 @@ def _flatten(
         raise UnsupportedModel(
             f"{describe(node)}: its branches return {len(results[0])} and {len(results[1])} values", "return the same"
         )
-    guarded.update(copy.output)
+    guarded.update(made_here)
     for index, name in enumerate(copy.output):
+        if not name:
+            continue
         given = [copy.input[0], results[0][index], results[1][index]]
         out.append(onnx.helper.make_node(SELECT, given, [name], node.name or name, domain=DOMAIN))
     return out
