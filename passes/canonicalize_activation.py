@@ -52,8 +52,8 @@ _KINDS = {
 }
 _OPERATORS = {"relax.nn.silu": "silu", "relax.nn.gelu": "gelu", "relax.nn.gelu_tanh": "gelu_tanh"}
 ROOTS = frozenset({"relax.multiply", "relax.divide", *_OPERATORS})
-#: What constants rounded to half precision (1.702, sqrt(2), 0.044715) change of the function.
-_NEAR = {"float16": 1.5e-4}
+#: What constants rounded to the type (1.702, sqrt(2), 0.044715) change of the function.
+_NEAR = {"float16": 1.5e-4, "bfloat16": 4e-4}
 #: The longest spelling (GELU by tanh) has nine lines.
 _DEEP = 14
 
@@ -118,7 +118,7 @@ def match_activation(graph: Graph, root: relax.Var) -> Match | Verdict | None:
         value = _evaluate(graph, root, x)
         if value is None:
             continue
-        # Two kinds of GELU are 5e-4 apart; the nearest is meant.
+        # Two kinds of GELU are 5e-4 apart, more than a type's rounding moves either; the nearest is meant.
         kind = min(_KINDS, key=lambda k: float(np.nan_to_num(np.abs(value - _KINDS[k]), nan=np.inf).max()))
         if np.allclose(value, _KINDS[kind], rtol=2e-4, atol=_NEAR.get(dtype(root), 2e-6)):
             return matched(graph, root, {"x": x}, kind=kind)

@@ -405,8 +405,11 @@ def test_activation(kind, build):
     assert np.array_equal(run(mod, [x]), run(out, [x]))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("slope", [1.6, 1.7])
+@pytest.mark.parametrize(
+    ("slope", "dtype"),
+    # 1.7 is 1.703125 in bfloat16, and so is 1.702.
+    [(1.6, "float32"), (1.7, "float32"), (1.6, "float16"), (1.7, "float16"), (1.6, "bfloat16"), (1.71, "bfloat16")],
+)
 def test_other_slopes_are_other_functions(slope, dtype):
     def build(e, x):
         return op.multiply(x, e(op.sigmoid(e(op.multiply(x, c(slope, dtype))))))
@@ -415,10 +418,11 @@ def test_other_slopes_are_other_functions(slope, dtype):
     assert not composites(out)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "quick_gelu"])
-def test_constants_rounded_to_half_precision(kind):
+def test_constants_rounded_to_half_precision(kind, dtype):
     def half(value):
-        return c(value, "float16")
+        return c(value, dtype)
 
     def build(e, x):
         if kind == "quick_gelu":
@@ -428,7 +432,7 @@ def test_constants_rounded_to_half_precision(kind):
         inner = op.multiply(half(0.7978845608), op.add(x, op.multiply(half(0.044715), op.power(x, half(3.0)))))
         return op.multiply(op.multiply(half(0.5), x), op.add(half(1.0), op.tanh(inner)))
 
-    out, _ = canonicalized(function(build, [(3, 4)], dtype="float16"))
+    out, _ = canonicalized(function(build, [(3, 4)], dtype=dtype))
     assert composites(out)["crossloom.activation"]["kind"] == kind
 
 
