@@ -18,7 +18,9 @@ Facts = dict[str, Any]
 Lanes = Sequence[Product]
 _NAMES = {1: "1d", 2: "2d", 3: "mrope"}
 _CASTS = ("float16", "bfloat16", "float32")
+#: Further apart than any rounding, and as near as rounding brings equal numbers (relative).
 _DIFFERENT = 1e-3
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,12 @@ def _differ(elements: Elements, a: Product, b: Product) -> bool:
         return bool(gap.size and gap.max() > _DIFFERENT)
     if left.angle is None or right.angle is None or not left.angle.factors:
         return False
-    speeds = left.angle.number, right.angle.number
-    return left.angle.factors == right.angle.factors and not np.isclose(*speeds, rtol=_DIFFERENT, atol=0)
+    return left.angle.factors == right.angle.factors and not _near(left.angle, right.angle, _DIFFERENT)
+
+
+def _near(a: Product, b: Product, tolerance: float) -> bool:
+    """Return whether two products are of the same factors and their numbers near each other."""
+    return a.factors == b.factors and bool(np.isclose(a.number, b.number, rtol=tolerance, atol=0))
 
 
 def table_facts(elements: Elements, cos: Lanes, sin: Lanes, pairs: Sequence[tuple[int, int]]) -> Facts | Verdict:
@@ -88,7 +94,7 @@ def table_facts(elements: Elements, cos: Lanes, sin: Lanes, pairs: Sequence[tupl
         if _differ(elements, cos[a], cos[b]) or _differ(elements, sin[a], sin[b]):
             return refuse("table-halves-differ", f"{a}, {b}", "the two lanes of a pair turn by different angles")
     for (a, _), (c, s) in zip(pairs, turns):
-        if c.angle and s.angle and c.angle.factors == s.angle.factors and c.angle.number != s.angle.number:
+        if c.angle and s.angle and c.angle.factors == s.angle.factors and not _near(c.angle, s.angle, _DIFFERENT):
             return refuse("tables-of-different-angles", str(a), "cos and sin are not of the same angle")
     equal = all(cos[a] == cos[b] and sin[a] == sin[b] for a, b in pairs)
     known = None
@@ -101,8 +107,10 @@ def table_facts(elements: Elements, cos: Lanes, sin: Lanes, pairs: Sequence[tupl
 
 def _computed(elements: Elements, turns: list[tuple[_Turn, _Turn]]) -> Facts | None:
     """Angles are products: what is given or varies by token is the position, the rest the frequency."""
-    scales = {t.scale for pair in turns for t in pair}
-    if any(c.angle != s.angle for c, s in turns) or len(scales) != 1:
+    scales = [t.scale for pair in turns for t in pair]
+    if not np.allclose(scales, scales[0], rtol=_ROUNDING, atol=0):
+        return None
+    if any(c.angle is None or s.angle is None or not _near(c.angle, s.angle, _ROUNDING) for c, s in turns):
         return None
     sources, speeds, fixed = [], [], True
     for turn, _ in turns:
@@ -114,7 +122,7 @@ def _computed(elements: Elements, turns: list[tuple[_Turn, _Turn]]) -> Facts | N
         speeds.append(angle.number)
         fixed = fixed and len(given) == len(angle.factors)
     order = list(dict.fromkeys(sources))
-    return _facts([order.index(s) for s in sources], speeds if fixed else None, scales.pop())
+    return _facts([order.index(s) for s in sources], speeds if fixed else None, scales[0])
 
 
 def _constant(elements: Elements, turns: list[tuple[_Turn, _Turn]]) -> Facts | None:

@@ -527,6 +527,19 @@ def test_tables_of_different_angles():
     assert refusal(function(build, [(2, 5, 8), (5,)])) == {"tables-of-different-angles"}
 
 
+def test_tables_folded_apart_are_of_one_angle():
+    """The last bit of a frequency makes no other angle; the frequencies told are the cosine's."""
+
+    def build(e, x, ids):
+        cos, _ = tables(e, by_multiply(e, ids, inverse(4)))
+        _, sin = tables(e, by_multiply(e, ids, np.nextafter(inverse(4), np.float32(2))))
+        return half_split(e, x, cos, sin)
+
+    facts = only(function(build, [(2, 5, 8), (5,)]))
+    assert (facts["axes"], facts["pair_equal"]) == ("1d", True)
+    assert facts["inv_freq"] == pytest.approx([1, 0.1, 0.01, 0.001])
+
+
 def test_value_read_elsewhere_is_refused():
     def build(e, x, ids):
         cos, sin = tables(e, by_multiply(e, ids, inverse(4)))
