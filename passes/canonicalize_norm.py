@@ -25,6 +25,8 @@ from .matching.factors import Statistics, factors, reduction, spans, squared, tr
 from .matching.spelling import either, matched, replay, replayable, uncast
 
 _PRODUCTS = frozenset({"relax.multiply", "relax.divide"})
+#: Operands and facts.
+_Norm = tuple[dict[str, relax.Expr], dict[str, object]]
 
 
 def _centred(graph: Graph, expr: relax.Expr) -> tuple[relax.Expr, list[int]] | None:
@@ -49,8 +51,8 @@ def _source(graph: Graph, found: Statistics) -> tuple[relax.Expr, list[int], boo
     return uncast(graph, inner), squares[1], False
 
 
-def _match(graph: Graph, root: relax.Expr) -> tuple[dict[str, relax.Expr], dict[str, object], bool] | Verdict | None:
-    """Return (operands, facts, centred) of the product that a norm is."""
+def _match(graph: Graph, root: relax.Expr) -> tuple[_Norm | Verdict, bool] | None:
+    """Return (operands and facts, or a refusal; centred) of the product that a norm is."""
     found = factors(graph, root, None)[1]
     source = _source(graph, found) if found is not None else None
     if found is None or source is None:
@@ -68,25 +70,25 @@ def _match(graph: Graph, root: relax.Expr) -> tuple[dict[str, relax.Expr], dict[
     if not leaves or len(rest) > 1 or len(own) > 1:
         return None
     if not own:
-        return refuse("mean-of-another-value", getattr(x, "name", ""))
+        return refuse("mean-of-another-value", getattr(x, "name", "")), centred
     if not trailing(axes):
-        return refuse("axes-not-trailing", getattr(x, "name", ""), f"axes {axes} from the end")
+        return refuse("axes-not-trailing", getattr(x, "name", ""), f"axes {axes} from the end"), centred
     if rest and not spans(x, rest[0], axes):
-        return refuse("weight-does-not-span-axes", getattr(rest[0], "name", ""))
+        return refuse("weight-does-not-span-axes", getattr(rest[0], "name", "")), centred
     operands = {"x": x, **({"weight": rest[0]} if rest else {})}
-    return operands, {"axes": axes, "epsilon": found.epsilon}, centred
+    return (operands, {"axes": axes, "epsilon": found.epsilon}), centred
 
 
 def _kind(centred: bool, weighted: bool) -> Callable[[Graph, relax.Var], Match | Verdict | None]:
     def match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
         found = _match(graph, root)
-        if found is None or isinstance(found, Verdict):
-            # Told once, by one of the four rules.
-            return None if centred or not weighted else found
-        operands, facts, about_mean = found
-        if about_mean != centred or ("weight" in operands) != weighted:
+        if found is None or found[1] != centred:
             return None
-        return matched(graph, root, operands, **facts)
+        if isinstance(found[0], Verdict):
+            # Told once, by one of the two rules of its name.
+            return found[0] if weighted else None
+        operands, facts = found[0]
+        return matched(graph, root, operands, **facts) if ("weight" in operands) == weighted else None
 
     return match
 
@@ -97,10 +99,11 @@ def _match_biased(graph: Graph, root: relax.Var) -> Match | Verdict | None:
         if graph.op(core) not in _PRODUCTS:
             continue
         found = _match(graph, core)
-        if found is None or isinstance(found, Verdict) or not found[2]:
+        if found is None or isinstance(found[0], Verdict) or not found[1]:
             continue
-        if spans(found[0]["x"], bias, found[1]["axes"]):  # type: ignore[arg-type]
-            return matched(graph, root, {**found[0], "bias": bias}, **found[1])
+        operands, facts = found[0]
+        if spans(operands["x"], bias, facts["axes"]):  # type: ignore[arg-type]
+            return matched(graph, root, {**operands, "bias": bias}, **facts)
     return None
 
 

@@ -33,6 +33,12 @@ def module(build, shapes, names=("main",), dtype="float32", num_input=1):
     return tvm.ir.IRModule({names[0]: first, **rest})
 
 
+def refusals(mod):
+    with Ledger() as ledger:
+        CanonicalizeTransformer()(mod)
+    return [(v.rewrite.rsplit("/", 1)[-1], v.code) for v in ledger.refused]
+
+
 def canonicalized(mod):
     with Ledger() as ledger:
         out = CanonicalizeTransformer()(mod)
@@ -199,6 +205,16 @@ def test_statistics_of_another_value_are_refused():
 
     _, found, codes = canonicalized(module(build, [(2, 8), (2, 8)], num_input=2))
     assert not found and codes == {"mean-of-another-value"}
+
+
+@pytest.mark.parametrize(("about_mean", "name"), [(True, "layer-norm"), (False, "rms-norm")])
+def test_a_refusal_is_told_once_under_its_own_norms_name(about_mean, name):
+    def build(e, x, scale):
+        core = centred(e, x) if about_mean else x
+        return op.multiply(e(op.multiply(core, e(op.rsqrt(squares(e, core))))), scale)
+
+    mod = module(build, [(2, 3, 8), (2, 1, 8)], num_input=2)
+    assert refusals(mod) == [(name, "weight-does-not-span-axes")]
 
 
 @pytest.mark.parametrize("spelled", [True, False])
