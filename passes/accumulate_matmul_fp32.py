@@ -12,6 +12,8 @@ Numerics: lowers no precision; results differ from TVM's by the rounding TVM mak
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import tvm
 from tvm import relax
 
@@ -50,6 +52,18 @@ _WIDEN = (
     "relax.nn.attention",
     "relax.nn.attention_bias",
 )
+#: Those of them that may name their result's type: that attribute, the builder, and the other attributes.
+_RESULT_DTYPE: dict[str, tuple[str, Callable[..., relax.Call], tuple[str, ...]]] = {
+    "relax.cumsum": ("dtype", relax.op.cumsum, ("axis", "exclusive")),
+    **{
+        f"relax.nn.conv{n}d_transpose": (
+            "out_dtype",
+            getattr(relax.op.nn, f"conv{n}d_transpose"),
+            (*_CONV_ATTRS, "output_padding"),
+        )
+        for n in (1, 2, 3)
+    },
+}
 
 
 def _is_half(expr: relax.Expr) -> bool:
@@ -81,6 +95,11 @@ def _replace(site: Site) -> relax.Expr:
         convolve = getattr(relax.op.nn, name.rsplit(".", 1)[-1])
         attrs = {key: getattr(call.attrs, key) for key in _CONV_ATTRS}
         wide = convolve(args[0], args[1], **attrs, out_dtype="float32")
+    elif name in _RESULT_DTYPE:
+        key, build, others = _RESULT_DTYPE[name]
+        # The result's type may be named, and then it is that of the sum too.
+        kept = {attr: getattr(call.attrs, attr) for attr in others}
+        wide = build(*[widened(a) for a in args], **kept, **{key: "float32"})
     else:
         wide = relax.Call(call.op, [widened(a) for a in args], call.attrs, call.ty_args)
     return relax.op.astype(site.builder.emit(wide), str(site.match.root.ty.dtype))

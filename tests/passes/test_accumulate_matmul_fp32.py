@@ -48,6 +48,35 @@ def test_convolution_keeps_its_dtype_and_sums_wide():
     assert out.dtype == np.float16 and out.item() == 4608.0
 
 
+def test_a_named_half_result_is_summed_wide():
+    """2048 ones and one more are 2048 in float16, wherever the sum is kept in it."""
+    x = np.ones((1, 4096), "float16")
+    for exclusive, last in [(False, 4096.0), (True, 4095.0)]:
+        mod = one(lambda x, e=exclusive: relax.op.cumsum(x, 1, dtype="float16", exclusive=e), x.shape)
+        out = run(mod, [x], "decode")
+        # 4095 lies between two float16 and is rounded once, to even.
+        assert out.dtype == np.float16 and out[0, -1] == np.float16(last) and out[0, 2999] == np.float16(last - 1096)
+    convolutions = [
+        (relax.op.nn.conv1d_transpose, (3,)),
+        (relax.op.nn.conv2d_transpose, (2, 3)),
+        (relax.op.nn.conv3d_transpose, (2, 2, 3)),
+    ]
+    for convolve, space in convolutions:
+        mod = one(
+            lambda x, w, f=convolve: f(x, w, strides=2, output_padding=1, out_dtype="float16"),
+            (1, 4, *space),
+            (4, 2, *[2] * len(space)),
+        )
+        before = mod["decode"].body.blocks[0].bindings[-1]
+        *_, wide, narrow = AccumulateMatmulFP32()(mod)["decode"].body.blocks[0].bindings
+        assert str(wide.value.attrs.out_dtype) == str(wide.var.ty.dtype) == "float32"
+        assert str(narrow.var.ty.dtype) == "float16"
+        tvm.ir.assert_structural_equal(wide.var.ty.shape, before.var.ty.shape)
+    x, w = np.ones((1, 4096, 3), "float16"), np.ones((4096, 1, 1), "float16")
+    mod = one(lambda x, w: relax.op.nn.conv1d_transpose(x, w, out_dtype="float16"), x.shape, w.shape)
+    assert run(mod, [x, w], "decode").tolist() == [[[4096.0] * 3]]
+
+
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_rms_norm_beyond_the_range_of_half(scale):
     rng = np.random.default_rng(0)
