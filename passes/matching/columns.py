@@ -7,6 +7,8 @@ recovered frequency within the rounding of the table's type.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 #: Rounding of an entry, by type; angles of a table are rounded to float32 at best.
@@ -26,7 +28,18 @@ def radius(cos: np.ndarray, sin: np.ndarray) -> float | None:
     return 1.0 if abs(mean - 1) <= tolerance else mean
 
 
-def frequency(cos: np.ndarray, sin: np.ndarray, positions: np.ndarray, scale: float) -> float | None:
+def powers(positions: np.ndarray) -> list[tuple[int, int]]:
+    """Return (position, a row that holds it) for 1, 2, 4, ... as far as all are there."""
+    out, at = [], 1
+    while (rows := np.flatnonzero(positions == at)).size:
+        out.append((at, int(rows[-1])))
+        at *= 2
+    return out
+
+
+def frequency(
+    cos: np.ndarray, sin: np.ndarray, positions: np.ndarray, scale: float, known: Sequence[tuple[int, int]]
+) -> float | None:
     """Return ``f`` (radians a position) where the columns are ``scale * (cos, sin)(positions * f)``.
 
     Parameters
@@ -35,6 +48,8 @@ def frequency(cos: np.ndarray, sin: np.ndarray, positions: np.ndarray, scale: fl
     positions : numpy.ndarray of int, (rows,)
         Not negative.
     scale : float
+    known : sequence of (int, int)
+        :func:`powers` of the positions, which all columns of a table share.
 
     Returns
     -------
@@ -43,16 +58,14 @@ def frequency(cos: np.ndarray, sin: np.ndarray, positions: np.ndarray, scale: fl
     """
     tolerance = _ENTRY[str(cos.dtype)]
     c, s = cos.astype("float64") / scale, sin.astype("float64") / scale
-    rows = {int(p): n for n, p in enumerate(positions)}
-    if 1 not in rows:
+    if not known:
         return None
-    found = float(np.arctan2(s[rows[1]], c[rows[1]]))
+    found = float(np.arctan2(s[known[0][1]], c[known[0][1]]))
     # Far rows tell the frequency more exactly, near ones which multiple of a turn the far ones have made.
-    at = 2
-    while at in rows:
-        turns = np.round((at * found - np.arctan2(s[rows[at]], c[rows[at]])) / (2 * np.pi))
-        found = float((np.arctan2(s[rows[at]], c[rows[at]]) + 2 * np.pi * turns) / at)
-        at *= 2
+    for at, row in known[1:]:
+        angle = np.arctan2(s[row], c[row])
+        turns = np.round((at * found - angle) / (2 * np.pi))
+        found = float((angle + 2 * np.pi * turns) / at)
     bound = tolerance + np.abs(positions * found) * _ANGLE
     angles = positions * found
     fits = (np.abs(np.cos(angles) - c) <= bound) & (np.abs(np.sin(angles) - s) <= bound)
@@ -78,20 +91,22 @@ def recover(columns: list[tuple[np.ndarray, np.ndarray]]) -> tuple[list[int], li
     if scale is None or None in lengths or max(lengths) / min(lengths) > 1 + 1e-3:  # type: ignore[type-var,operator]
         return None
     rows = np.arange(len(columns[0][0]))
-    line = [frequency(c, s, rows, scale) for c, s in columns]
+    known = powers(rows)
+    line = [frequency(c, s, rows, scale, known) for c, s in columns]
     if None not in line:
         return [0] * len(columns), [f for f in line if f is not None], scale, 0
     for width in range(2, len(rows) // 2 + 1):
         if len(rows) % width:
             continue
+        grid = [(p, powers(p)) for p in (rows // width, rows % width)]
         axes, found = [], []
         for c, s in columns:
-            fits = [frequency(c, s, p, scale) for p in (rows // width, rows % width)]
-            known = [n for n, f in enumerate(fits) if f is not None]
-            if len(known) != 1:
+            fits = [frequency(c, s, p, scale, known) for p, known in grid]
+            which = [n for n, f in enumerate(fits) if f is not None]
+            if len(which) != 1:
                 break
-            axes.append(known[0])
-            found.append(fits[known[0]])
+            axes.append(which[0])
+            found.append(fits[which[0]])
         if len(axes) == len(columns) and len(set(axes)) == 2:
             return axes, [f for f in found if f is not None], scale, width
     return None
