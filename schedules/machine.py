@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import tvm
+from tvm.target import codegen
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,17 @@ class Machine:
 
     @staticmethod
     def of(target: tvm.target.Target) -> Machine:
-        """Read vector width and register count off a target's features, triple and ``mcpu``."""
+        """Read vector width and register count off a target's triple and what LLVM knows of its ``mcpu`` and ``mattr``.
+
+        LLVM's own answer, ``llvm_get_vector_width``, is 512 bits for any x86-64, an SSE-only one among them.
+        """
         attrs = target.attrs
-        triple, mcpu = str(attrs.get("mtriple", "")), str(attrs.get("mcpu", ""))
-        flags = " ".join(str(flag) for flag in attrs.get("mattr", ()))
-        if attrs.get("feature.is_aarch64", False) or triple.startswith(("aarch64", "arm64")):
+        if attrs.get("feature.is_aarch64", False) or str(attrs.get("mtriple", "")).startswith(("aarch64", "arm64")):
             return Machine(16, 32)
-        if "+avx512" in flags or mcpu in ("skylake-avx512", "icelake-server", "sapphirerapids", "znver4", "znver5"):
+        features = codegen.llvm_get_cpu_features(target)
+        if "avx512f" in features:
             return Machine(64, 32)
-        if "+avx2" in flags or mcpu.startswith(("haswell", "broadwell", "skylake", "znver", "alderlake", "core-avx2")):
+        if "avx2" in features:
             return Machine(32, 16)
         return Machine(16, 16)
 
