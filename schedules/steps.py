@@ -15,6 +15,8 @@ PARALLEL_MIN_WORK = 1 << 17
 MOVED = 4
 #: Vector operations that an intrinsic stands for.
 COSTLY = 12
+#: Registers that one turn of a vectorized loop fills, where the extent allows it.
+CHUNK_REGISTERS = 4
 #: Stands for a symbolic extent where work is estimated (elements).
 ASSUMED_EXTENT = 64
 
@@ -70,8 +72,8 @@ def divisor(extent: int | None, most: int) -> int:
     return max((d for d in range(1, most + 1) if extent % d == 0), default=1)
 
 
-def vectorize_loop(sch: Schedule, loop: LoopRV, lanes: int, registers: int = 4) -> tuple[LoopRV, bool]:
-    """Vectorize a loop in chunks of up to some registers, whole registers where possible.
+def vectorize_loop(sch: Schedule, loop: LoopRV, lanes: int) -> tuple[LoopRV, bool]:
+    """Vectorize a loop in chunks of up to CHUNK_REGISTERS registers, whole registers where possible.
 
     Returns
     -------
@@ -80,7 +82,8 @@ def vectorize_loop(sch: Schedule, loop: LoopRV, lanes: int, registers: int = 4) 
         vectorizer handles the remainder better than a predicate in each lane would.
     """
     extent = static(sch.get(loop).extent)
-    whole = next((n * lanes for n in range(registers, 0, -1) if extent is not None and extent % (n * lanes) == 0), 0)
+    choices = range(CHUNK_REGISTERS * lanes, 0, -lanes)
+    whole = next((n for n in choices if extent is not None and extent % n == 0), 0)
     width = whole or divisor(extent, lanes)
     if width < min(lanes, 4):
         return loop, False
