@@ -31,6 +31,7 @@ from crossloom.verdict import Verdict, refuse
 
 from .matching.attention import grouped, mask_facts, mask_kind, match_spelled
 from .matching.heads import transposed
+from .matching.lines import distance
 from .matching.spelling import dims, matched, replay, replayable, sizes
 
 _ATTRIBUTES = ("scale", "groups", "layout", "key_layout", "value_layout", "out_layout")
@@ -62,8 +63,12 @@ def _match_operator(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     captures, facts = masks
     if call.attrs.causal_mask is not None:
         # The operator's own mask is the mask; what is added beside it is a bias.
-        offset = 0 if str(call.attrs.causal_mask) == "TopLeft" else shape[1] - shape[0]
-        kind, text = mask_kind(offset, shape)
+        offset = 0 if str(call.attrs.causal_mask) == "TopLeft" else distance(*shape)
+        kind, text = ("given", "0") if offset is None else mask_kind(offset, shape)
+        if kind == "given":
+            return refuse(
+                "causal-offset-unknown", root.name, f"{shape[0]} queries, {shape[1]} keys: their distance is not proved"
+            )
         captures = {"bias": call.args[3]} if added else {}
         facts |= {"masked": False, "mask_form": "none", "biased": bool(captures), "mask": kind, "offset": text}
     facts |= {"scale": scale, "groups": groups, "layout": layouts["q"], "key_layout": layouts["k"]}

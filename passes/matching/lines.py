@@ -76,6 +76,14 @@ def proved(condition: object) -> bool:
     return bool(analyzer.can_prove(condition))
 
 
+def distance(left: tirx.Expr, right: tirx.Expr) -> Offset | None:
+    """Return ``abs(right - left)``, a number where it is one; None where which of them is less is not proved."""
+    away = tvm.sym.Analyzer().simplify(right - left)
+    if isinstance(away, (int, tirx.IntImm)):
+        return abs(int(away))
+    return right - left if proved(right >= left) else left - right if proved(left >= right) else None
+
+
 def uniform(value: Line | Split | None) -> float | None:
     """Return the number a tensor holds everywhere."""
     if isinstance(value, Split):

@@ -379,6 +379,34 @@ def test_operator_with_its_own_mask(side, kind):
     assert worst_error(want.transpose(0, 2, 1, 3), run_module(out, "main", [q, k, v])[0]) < 1e-5
 
 
+def test_operators_mask_with_fewer_keys_than_queries():
+    """TVM puts the diagonal ``abs(queries - keys)`` to the right: the third query sees keys up to 2 + 3."""
+    shapes = [(1, 8, 2, 4), (1, 5, 2, 4), (1, 5, 2, 4)]
+    out, found, _ = canonicalized(
+        module(lambda e, *p: operator(e, *p, turn=(False,) * 4, causal_mask="BottomRight"), shapes)
+    )
+    assert [(f["mask"], f["offset"]) for f in found] == [("causal+offset", "3")]
+    q, k, v = data(*shapes)
+    mask = np.where(np.tri(8, 5, 3, dtype=bool), 0, -np.inf)
+    want = reference(*(x.transpose(0, 2, 1, 3) for x in (q, k, v)), mask=mask)
+    assert worst_error(want.transpose(0, 2, 1, 3), run_module(out, "main", [q, k, v])[0]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "offset"),
+    [(N, P + N, "keys-queries"), (N + 2, N, "2"), (N, N, None), (N, M, "refused"), (P + N, N, "refused")],
+)
+def test_operators_mask_over_symbolic_lengths(queries, keys, offset):
+    shapes = [(1, queries, 2, 4), (1, keys, 2, 4), (1, keys, 2, 4), ((P,), "float32")]
+    mod = module(lambda e, q, k, v, p: operator(e, q, k, v, turn=(False,) * 4, causal_mask="BottomRight"), shapes)
+    out, found, codes = canonicalized(mod)
+    if offset == "refused":
+        assert not found and codes == {"causal-offset-unknown"}
+        tvm.ir.assert_structural_equal(out, mod)
+    else:
+        assert [(f["mask"], f["offset"]) for f in found] == [("causal+offset", offset) if offset else ("causal", "0")]
+
+
 def test_result_transposed_twice_is_taken_whole():
     def build(e, q, k, v):
         return op.permute_dims(e(operator(e, q, k, v)), [0, 2, 1, 3])
