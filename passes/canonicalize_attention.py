@@ -16,6 +16,7 @@ Attributes
     ``mask``: ``none`` (every key is kept), ``causal`` (proved: key j <= query i), ``causal+offset`` (proved:
     j <= i + ``offset``; ``offset`` is a number or ``keys-queries``), ``given`` (whatever the operand holds);
     ``fill``: the number that ``keep`` and ``drop`` put in place of a score, as text (it may be ``-inf``);
+    ``bias_inside``: ``bias`` is added first, so that ``fill`` stands in its place too (else to ``fill`` as well);
     ``empty_rows``: a query without keys gives ``zero``, or whatever ``softmax`` gives.
 Numerics: exact; the body is the model's own spelling.  Source: Vaswani et al. 2017; Ainslie et al. 2023.
 """
@@ -35,7 +36,7 @@ from .matching.lines import distance
 from .matching.spelling import dims, matched, replay, replayable, sizes
 
 _ATTRIBUTES = ("scale", "groups", "layout", "key_layout", "value_layout", "out_layout")
-_MASKS = ("masked", "mask_form", "biased", "mask", "offset", "fill", "empty_rows")
+_MASKS = ("masked", "mask_form", "biased", "mask", "offset", "fill", "bias_inside", "empty_rows")
 _OPERATORS = frozenset({"relax.nn.attention", "relax.nn.attention_bias"})
 _TURN = (0, 2, 1, 3)
 

@@ -67,7 +67,7 @@ def mask_kind(offset: int | tirx.Expr | str, shape: Sequence[tirx.Expr]) -> tupl
 def mask_facts(
     graph: Graph, masks: Sequence[Mask], shape: Sequence[tirx.Expr], scores: relax.Expr
 ) -> tuple[dict[str, relax.Expr], dict[str, object]] | Verdict:
-    """Return (captures, facts) of up to two masks, of which one at most is no sum."""
+    """Return (captures, facts) of up to two masks (innermost first), of which one at most is no sum."""
     ranked = []
     for form, mask, fill in masks:
         kind, offset = mask_kind(causal_offset(graph, mask, shape, form), shape)
@@ -78,7 +78,8 @@ def mask_facts(
     if len(ranked) > 2 or (len(ranked) == 2 and ranked[1][1] != "add"):
         return refuse("several-masks", getattr(masks[0][1], "name", ""), f"{len(ranked)} operands mask the scores")
     if not ranked:
-        return {}, {"masked": False, "mask_form": "none", "biased": False, "mask": "none", "offset": "0", "fill": ""}
+        facts = {"masked": False, "mask_form": "none", "biased": False, "mask": "none", "offset": "0", "fill": ""}
+        return {}, {**facts, "bias_inside": False}
     _, form, mask, kind, offset, filled = ranked[0]
     captures = {"mask": mask, **({"bias": ranked[1][2]} if len(ranked) == 2 else {})}
     facts = {
@@ -88,6 +89,7 @@ def mask_facts(
         "mask": kind,
         "offset": offset,
         "fill": filled,
+        "bias_inside": len(masks) == 2 and [f == "add" for f, _, _ in masks] == [True, False],
     }
     return captures, facts
 

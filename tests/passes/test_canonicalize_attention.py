@@ -112,6 +112,7 @@ def test_golden_attention():
                     "crossloom.mask": "none",
                     "crossloom.offset": "0",
                     "crossloom.fill": "",
+                    "crossloom.bias_inside": False,
                     "crossloom.empty_rows": "softmax",
                 }
             )
@@ -332,6 +333,27 @@ def test_two_masks_are_a_mask_and_a_bias(first):
     q, k, v, bias = data(*QKV, (1, 2, 5, 5))
     want = reference(q, k, v, mask=bias, causal=True, scale=0.5)
     assert worst_error(want, run_module(out, "main", [q, k, v, bias])[0]) < 1e-5
+
+
+@pytest.mark.parametrize("fill", [-2.0, -1e4])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_bias_under_a_finite_fill_is_told_from_one_over_it(inside, fill):
+    def build(e, q, k, v, keep, bias):
+        choose, add = chosen(lambda e, s: keep, fill), added(lambda e, s: bias)
+        return attend(e, q, k, v, lambda e, s: choose(e, add(e, s)) if inside else add(e, choose(e, s)))
+
+    out, found, _ = canonicalized(module(build, [*QKV, ((5, 5), "bool"), (5, 5)]))
+    assert [(f["mask"], float(f["fill"]), f["biased"], f["bias_inside"]) for f in found] == [
+        ("given", fill, True, inside)
+    ]
+    q, k, v, bias = data(*QKV, (5, 5))
+    keep = np.tri(5, dtype=bool)
+    keep[2] = False
+    s = 0.5 * q.astype("float64") @ k.transpose(0, 1, 3, 2)
+    s = np.where(keep, s + bias, fill) if inside else np.where(keep, s, fill) + bias
+    p = np.exp(s - s.max(-1, keepdims=True))
+    want = (p / p.sum(-1, keepdims=True) @ v).astype("float32")
+    assert worst_error(want, run_module(out, "main", [q, k, v, keep, bias])[0]) < 5e-3
 
 
 def test_a_mask_of_zeros_masks_nothing():
