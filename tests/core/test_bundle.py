@@ -138,6 +138,54 @@ def test_a_bundle_is_replaced_a_strange_folder_is_not(compiled, tmp_path, name) 
     assert (strange / "thesis.txt").read_text() == "years of work"
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 1, "parts": [{"path": "thesis.txt"}]}', "{"])
+def test_a_folder_with_some_manifest_is_left_alone(compiled, tmp_path, text) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    (tmp_path / "thesis.txt").write_text("years of work")
+    before = contents(tmp_path)
+    with pytest.raises(UsageError, match="no bundle; it is left alone"):
+        write(tmp_path, compiled)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "npu/notes.txt", ".git/HEAD"])
+def test_a_bundle_with_files_of_others_is_left_alone(compiled, copy, name) -> None:
+    (copy / name).parent.mkdir(exist_ok=True)
+    (copy / name).write_text("years of work")
+    before = contents(copy)
+    with pytest.raises(UsageError, match=rf"holds '{name.split('/')[0]}.*no part of the bundle"):
+        write(copy, compiled)
+    assert contents(copy) == before
+    (copy / name).unlink()
+    shutil.rmtree(copy / ".git", ignore_errors=True)
+    (copy / "lib.so").unlink()  # what is damaged may be written again
+    write(copy, compiled)
+    assert "npu/part0.rknn" not in contents(copy)
+
+
+def test_a_tar_replaces_nothing_but_a_bundle(compiled, tmp_path) -> None:
+    path = tmp_path / "out"
+    strange, foreign = tmp_path / "strange.tar", tmp_path / "foreign.tar"
+    write(foreign, compiled)
+    with tarfile.open(foreign, "a") as archive, tarfile.open(strange, "w") as other:
+        for target in (archive, other):
+            target.addfile(tarfile.TarInfo("thesis.txt"), io.BytesIO())
+    for data, message in (
+        (b"", "no bundle"),
+        (b"onnx", "no bundle"),
+        (strange.read_bytes(), "no bundle"),
+        (foreign.read_bytes(), "thesis.txt"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(UsageError, match=message):
+            write(path, compiled, format="tar")
+        assert path.read_bytes() == data
+
+
 def fails_in_weights(model: Model) -> Model:
     params = {**model.params, "b.bias": model.params["b.bias"].astype("complex64")}
     return Model(model.mod, params, model.entries)

@@ -20,6 +20,7 @@ from crossloom.atomic import writing_file, writing_folder
 from crossloom.bundle.archive import pack
 from crossloom.bundle.link import arch_of, link
 from crossloom.bundle.manifest import LIBRARY, MANIFEST, WEIGHTS, Manifest, Part, is_safe
+from crossloom.bundle.replace import check_replaceable
 from crossloom.bundle.weights import write_weights
 from crossloom.errors import InternalError, UsageError
 from crossloom.model import Model
@@ -41,8 +42,8 @@ def write_bundle(
     Parameters
     ----------
     path : path
-        A folder, or a file for ``format="tar"``.  A bundle that is there already is replaced; a folder that is
-        no bundle is not.
+        A folder, or a file for ``format="tar"``.  A bundle that is there already is replaced; a file or
+        folder that is, or holds, anything else is not.
     executable : tvm.relax.VMExecutable
         What ``tvm.compile`` returned for the module of `model`.
     model : Model
@@ -64,7 +65,7 @@ def write_bundle(
     Raises
     ------
     UsageError
-        The output cannot be written, or an extra file has an unusable name.
+        The output cannot be written or replaced, or an extra file has an unusable name.
     ToolchainMissing, ToolchainFailed
         The library could not be linked.
     InternalError
@@ -124,14 +125,11 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _folder(output: Path, chosen: str) -> Iterator[Path]:
+    check_replaceable(output, chosen)
     if chosen == "tar":
-        if output.is_dir():
-            raise UsageError(f"cannot write {output}: it is a folder", "name a .tar file")
         with tempfile.TemporaryDirectory(prefix="crossloom-bundle-") as name:
             yield Path(name)
         return
-    if output.is_dir() and any(output.iterdir()) and not (output / MANIFEST).is_file():
-        raise UsageError(f"{output} is a folder that is no bundle; it is left alone", "name a new folder")
     with writing_folder(output) as folder:
         yield folder
 
