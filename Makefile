@@ -6,9 +6,12 @@ BIN := $(VENV)/bin
 PIP_FLAGS ?= -q
 JOBS ?= 2
 
-.PHONY: all system demo test lint proof clean
+.PHONY: all setup system demo test lint proof clean
 
-all: $(VENV)/.ready
+all: setup
+
+# The environment alone; then $(VENV)/bin/tvmc is there.
+setup: $(VENV)/.ready
 
 # System packages: installed when root on Debian, named otherwise.
 system:

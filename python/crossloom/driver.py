@@ -13,6 +13,7 @@ from tvm import relax
 from .errors import CrossloomError, UnsupportedModel, UsageError
 from .flow import resolve_target, steps, vm_lowering
 from .fold_weights import fold_weights
+from .importers.implied_sizes import bind_implied_sizes
 from .model import Model
 from .options import format_pipeline
 from .verdict import Ledger
@@ -85,6 +86,7 @@ def compile_model(
     if tvm_target is None:
         raise UsageError("no target given")
     chosen = steps(target, text, disabled)
+    model = bind_implied_sizes(model)
     seconds: dict[str, float] = {}
     mod = model.mod
     step_name = ""

@@ -96,11 +96,18 @@ _passes: dict[str, PassInfo] = {}
 _loaded = False
 
 
+def _origin(info: PassInfo) -> str:
+    """Return where a pass's factory stands: the same after a reload, another for another function or lambda."""
+    code = getattr(info.factory, "__code__", None)
+    line = f":{code.co_firstlineno}" if code is not None else ""
+    return f"{info.factory.__module__}.{info.factory.__qualname__}{line}"
+
+
 def register(info: PassInfo) -> PassInfo:
     """Add a pass; a second one of the same name from another factory is refused."""
     old = _passes.get(info.name)
-    if old is not None and old.factory.__qualname__ != info.factory.__qualname__:
-        raise UsageError(f"two passes are named {info.name!r}: {old.factory.__qualname__}, {info.factory.__qualname__}")
+    if old is not None and _origin(old) != _origin(info):
+        raise UsageError(f"two passes are named {info.name!r}: of {_origin(old)} and of {_origin(info)}")
     _passes[info.name] = info
     return info
 

@@ -43,6 +43,12 @@ def load_model(
         )
     if input_shapes and kind != "onnx":
         raise UsageError(f"input shapes cannot be given for a {kind} model", "bind dimensions with specialize()")
+    from .implied_sizes import bind_implied_sizes
+
+    return bind_implied_sizes(_import(kind, path, input_shapes))
+
+
+def _import(kind: str, path: Path, input_shapes: Mapping[str, Sequence[int | str]] | None) -> Model:
     if kind == "onnx":
         from .onnx import from_onnx
 

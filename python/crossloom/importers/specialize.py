@@ -4,13 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import tvm
 from tvm import relax
 
 from ..errors import UsageError
-from ..model import Model
+from ..model import Entry, Model
 from .signature import entry_attributes, entry_of, symbolic_names
+
+
+def bind_entry(
+    function: relax.Function, entry: Entry, binding: Mapping[Any, int | tvm.ir.Expr]
+) -> tuple[relax.Function, Entry]:
+    """Bind symbolic dimensions (variables, or their names) of one entry; its description follows."""
+    function = function.bind_symbolic_vars(binding)
+    entry = entry_of(
+        function,
+        entry.name,
+        [spec.name for spec in entry.inputs],
+        [spec.name for spec in entry.outputs],
+        weights=entry.weights,
+        modality=entry.modality,
+        upper_bounds=entry.upper_bounds,
+        lower_bounds=entry.lower_bounds,
+    )
+    for attribute in ("tir_var_upper_bound", "tir_var_lower_bound"):
+        if function.attrs and attribute in function.attrs:
+            function = function.without_attr(attribute)
+    for attribute, value in entry_attributes(entry).items():
+        function = function.with_attr(attribute, value)
+    return function, entry
 
 
 def specialize(model: Model, sizes: Mapping[str, int]) -> Model:
@@ -49,23 +73,7 @@ def specialize(model: Model, sizes: Mapping[str, int]) -> Model:
                 )
         if not binding:
             continue
-        function = function.bind_symbolic_vars(binding)
-        entries[entry.name] = entry_of(
-            function,
-            entry.name,
-            [spec.name for spec in entry.inputs],
-            [spec.name for spec in entry.outputs],
-            weights=entry.weights,
-            modality=entry.modality,
-            upper_bounds=entry.upper_bounds,
-            lower_bounds=entry.lower_bounds,
-        )
-        for attribute in ("tir_var_upper_bound", "tir_var_lower_bound"):
-            if function.attrs and attribute in function.attrs:
-                function = function.without_attr(attribute)
-        for attribute, value in entry_attributes(entries[entry.name]).items():
-            function = function.with_attr(attribute, value)
-        functions[gv] = function
+        functions[gv], entries[entry.name] = bind_entry(function, entry, binding)
     missing = [key for key in sizes if key not in used]
     if missing:
         known = sorted({name for gv, f in functions.items() if gv.name_hint in entries for name in symbolic_names(f)})
