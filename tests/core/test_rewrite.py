@@ -93,11 +93,23 @@ def test_a_shared_intermediate_stays_beside_the_replacement_where_the_rule_allow
     assert op_names(out["f"]).count("relax.sigmoid") == 1
 
 
-def test_bisecting_holds_back_all_but_the_first():
-    with Ledger() as ledger, limit_rewrites({"silu": 1}):
-        out = rewrite_pass("silu", [silu_rule()])(module(3))
-    assert ledger.counts() == {("silu", "fired"): 1, ("silu", "held-back"): 2}
-    assert op_names(out["f"]).count("silu") == 1
+def test_bisecting_holds_back_all_but_one_place():
+    mod = module(3, ("f", "g"))
+    second = mod["f"].body.blocks[0].bindings[6].var.name
+    with Ledger() as ledger, limit_rewrites({("silu", "f", second): 1}):
+        out = rewrite_pass("silu", [silu_rule()])(mod)
+    assert ledger.counts() == {("silu", "fired"): 1, ("silu", "held-back"): 5}
+    assert [i for i, name in enumerate(op_names(out["f"])) if name == "silu"] == [5]
+    assert "silu" not in op_names(out["g"])
+
+
+def test_a_place_may_fire_once_however_often_the_pass_comes_by():
+    mod = module(1)
+    name = mod["f"].body.blocks[0].bindings[1].var.name
+    with Ledger() as ledger, limit_rewrites({("silu", "f", name): 1}):
+        for _ in range(2):
+            rewrite_pass("silu", [silu_rule()])(mod)
+    assert [v.code for v in ledger] == ["fired", "held-back"]
 
 
 def test_branches_are_not_crossed():

@@ -116,3 +116,30 @@ def test_a_pass_that_writes_to_its_input_and_then_fails_is_told_both() -> None:
     assert "cannot" in wrote.fault and "changed its input" in wrote.fault
     # It goes on without the pass: with the module as it was.
     assert not wrote.changed and after.problem == "" and not after.changed
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_what_fires_in_the_place_of_a_rewrite_held_back_is_not_blamed(wrong: int) -> None:
+    """silu(x) -> x * sigmoid(x), one of three wrong; where it is held back, a wrong rule of less priority matches."""
+
+    def match(graph: Graph, root: relax.Var) -> Match:
+        return Match(graph, root, {"x": graph.value[root].args[0]}, frozenset({root}))
+
+    @tvm.transform.module_pass(opt_level=0, name="Two")
+    def run(mod: tvm.ir.IRModule, ctx: tvm.transform.PassContext) -> tvm.ir.IRModule:
+        # The instance is known by its place: one in decode, then two in prefill.
+        bindings = [*mod["decode"].body.blocks[0].bindings[:1], *mod["prefill"].body.blocks[0].bindings[:2]]
+        names = [binding.var.name for binding in bindings]
+
+        def replace(site: Site) -> relax.Expr:
+            x, at = site["x"], (site.match.graph.name, site.match.root.name)
+            bad = at == ("decode" if wrong == 0 else "prefill", names[wrong])
+            return relax.op.multiply(x, relax.op.sigmoid(relax.op.negative(x) if bad else x))
+
+        roots = frozenset({"relax.nn.silu"})
+        rules = [Rule("high", roots, match, replace), Rule("low", roots, match, lambda s: relax.op.negative(s["x"]))]
+        return rewrite_pass("inner", rules)(mod)
+
+    culprit = bisect(_module(), [("two", run, REASSOCIATES)])
+    assert culprit is not None and (culprit.rewrite, culprit.instance) == ("high", wrong)
+    assert culprit.verdict is not None and culprit.verdict.function == ("decode" if wrong == 0 else "prefill")

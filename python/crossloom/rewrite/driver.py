@@ -6,7 +6,8 @@ a replacement or leaves a refusal in the ledger.  One index, one rewriting walk 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -94,16 +95,17 @@ class Rule:
     shared_interior: bool = False
 
 
-_limit: ContextVar[dict[str, int] | None] = ContextVar("crossloom_rewrite_limit", default=None)
+_limit: ContextVar[Counter[tuple[str, str, str]] | None] = ContextVar("crossloom_rewrite_limit", default=None)
 
 
 @contextmanager
-def limit_rewrites(limits: dict[str, int]) -> Iterator[None]:
-    """Let only the first ``limits[rule]`` candidates of a rule fire inside; used to bisect.
+def limit_rewrites(limits: Mapping[tuple[str, str, str], int]) -> Iterator[None]:
+    """Let only so many candidates fire inside at each (rule, function, site); used to bisect.
 
-    The refusals beyond carry the code ``held-back``.
+    All others are refused with the code ``held-back``, those of rules too that find something only because another
+    rewrite was held back.  A place counts over everything that runs inside: a pass may come by it more than once.
     """
-    token = _limit.set(dict(limits))
+    token = _limit.set(Counter(dict(limits)))
     try:
         yield
     finally:
@@ -208,8 +210,7 @@ def apply_rules(
     tvm.ir.IRModule
         The same object when nothing fired.
     """
-    limits = _limit.get()
-    seen: dict[str, int] = {}
+    left = _limit.get()
     work: list[tuple[ir.GlobalVar, Graph, dict[relax.Var, tuple[Rule, Match]]]] = []
     for gvar, func in mod.functions_items():
         attrs = func.attrs or {}
@@ -235,10 +236,12 @@ def apply_rules(
                 if found is None:
                     continue
                 verdict = found if isinstance(found, Verdict) else _judge(rule, found, claimed)
-                if verdict.fired and limits is not None and rule.name in limits:
-                    if seen.get(rule.name, 0) >= limits[rule.name]:
+                if verdict.fired and left is not None:
+                    place = (rule.name, graph.name, var.name)
+                    if left[place] > 0:
+                        left[place] -= 1
+                    else:
                         verdict = refuse("held-back", detail="held back while bisecting")
-                    seen[rule.name] = seen.get(rule.name, 0) + 1
                 record(verdict.at(rule.name, graph.name, var.name, pass_name))
                 if verdict.fired and isinstance(found, Match):
                     claimed |= found.interior

@@ -27,9 +27,9 @@ class Culprit:
         The pass, and what stands against it.
     model : Model
         As it was before the pass.
-    limits : dict of str to int
-        By rule, how many rewrites of the pass show the problem (see :func:`crossloom.rewrite.limit_rewrites`);
-        empty where the pass breaks without any.
+    limits : dict of (str, str, str) to int
+        By rule, function and site, how many rewrites of the pass show the problem (see
+        :func:`crossloom.rewrite.limit_rewrites`); empty where the pass breaks without any.
     verdict : Verdict or None
         Of the guilty rewrite.
     numerics : Numerics
@@ -40,7 +40,7 @@ class Culprit:
     problem: str
     model: Model
     numerics: Numerics
-    limits: dict[str, int] = field(default_factory=dict)
+    limits: dict[tuple[str, str, str], int] = field(default_factory=dict)
     verdict: Verdict | None = None
 
     @property
@@ -56,7 +56,7 @@ class Culprit:
     @property
     def instance(self) -> int:
         """Number of the guilty rewrite among its rule's own, from 0; -1 where there is none."""
-        return self.limits[self.rewrite] - 1 if self.verdict else -1
+        return sum(n for (rule, _, _), n in self.limits.items() if rule == self.rewrite) - 1 if self.verdict else -1
 
 
 def find_rewrite(walked: Walked, execute: Executor, calls: Sequence[Call]) -> Culprit:
@@ -72,12 +72,11 @@ def find_rewrite(walked: Walked, execute: Executor, calls: Sequence[Call]) -> Cu
     stage, fired = walked.stage, walked.fired
     culprit = Culprit(stage.name, walked.record.problem, walked.before, stage.numerics)
 
-    def limits(count: int) -> dict[str, int]:
-        return dict.fromkeys((v.rewrite for v in fired), 0) | Counter(v.rewrite for v in fired[:count])
+    def limits(count: int) -> dict[tuple[str, str, str], int]:
+        return dict(Counter((v.rewrite, v.function, v.site) for v in fired[:count]))
 
     def broken(count: int) -> bool:
-        with limit_rewrites(limits(count)):
-            return bool(_problem(stage, walked, execute, calls))
+        return bool(_problem(stage, walked, execute, calls, limits(count)))
 
     if not fired or broken(0):
         return culprit
@@ -88,11 +87,16 @@ def find_rewrite(walked: Walked, execute: Executor, calls: Sequence[Call]) -> Cu
     return Culprit(stage.name, culprit.problem, walked.before, stage.numerics, limits(bad), fired[bad - 1])
 
 
-def _problem(stage: Stage, walked: Walked, execute: Executor, calls: Sequence[Call]) -> str:
+def _problem(
+    stage: Stage, walked: Walked, execute: Executor, calls: Sequence[Call], limits: dict[tuple[str, str, str], int]
+) -> str:
     try:
         # A copy: the pass may be one that writes to its input.
         before = Model(**{**vars(walked.before), "mod": walked.before.mod.clone()})
-        outputs = run_after(execute, stage.apply(before), calls)
+        with limit_rewrites(limits):
+            after = stage.apply(before)
+        # Outside: to build the model may take rewrites of its own.
+        outputs = run_after(execute, after, calls)
     except Exception as error:
         return reason(error)
     return "; ".join(map(str, compare(stage.numerics, calls, walked.expected, outputs)[1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def write_repro(path: str | Path, culprit: Culprit, calls: Sequence[Call], targe
         "contract": str(culprit.numerics),
         "problem": culprit.problem,
         "target": None if target is None else str(target),
-        "limits": culprit.limits,
+        "limits": [[*place, count] for place, count in culprit.limits.items()],
         "entries": [asdict(entry) for entry in model.entries.values()],
         "calls": [[call.entry, len(call.inputs), call.label] for call in calls],
         # numpy's archive keeps no names of bfloat16 and its like.
@@ -128,6 +129,7 @@ def replay(path: str | Path) -> dict[str, float]:
         execute = BundleExecutor(target)
     stage = _stage(case["pass"], target)
     before = execute(model, calls)
-    with limit_rewrites(case["limits"]):
-        after = execute(stage.apply(model), calls)
-    return compare(stage.numerics, calls, before, after)[0]
+    limits = {(rule, function, site): count for rule, function, site, count in case["limits"]}
+    with limit_rewrites(limits) if limits else nullcontext():
+        changed = stage.apply(model)
+    return compare(stage.numerics, calls, before, execute(changed, calls))[0]
