@@ -22,10 +22,11 @@ from crossloom.importers.onnx_check import LOOPS, describe, reads
 from crossloom.importers.onnx_contrib import NORMS, Call, Converter
 from crossloom.importers.onnx_evaluators import evaluate
 from crossloom.importers.onnx_gather import GATHERS
+from crossloom.importers.onnx_pool import POOLS
 from crossloom.importers.onnx_resize import RESIZES
 from crossloom.importers.onnx_symbolic import ShapeMath, Value
 
-CONVERTERS: dict[tuple[str, str], Converter] = {**NORMS, **AFFINE, **ATTENTION, **GATHERS, **RESIZES}
+CONVERTERS: dict[tuple[str, str], Converter] = {**NORMS, **AFFINE, **ATTENTION, **GATHERS, **RESIZES, **POOLS}
 _FROM_TVM_MICROSOFT = ("FastGelu", "BiasGelu", "Gelu", "Attention", "EmbedLayerNormalization")
 #: TVM's converter table holds com.microsoft names too; these are not the standard's operator of that name.
 _NOT_STANDARD = ("FastGelu", "BiasGelu", "Attention", "EmbedLayerNormalization", "SkipLayerNormalization")
