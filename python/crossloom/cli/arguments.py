@@ -41,6 +41,16 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 _SHAPE = re.compile(r"\s*(\S+?)\s*:\s*\[([^\[\]]*)\]\s*,?")
 _SIZE = re.compile(r"-?[0-9]+")
 
+#: Largest size of a dimension (elements); products of two still fit the 64 bits that indices have.
+MAX_SIZE = 2**31 - 1
+
+
+def _size(flag: str, item: str, digits: str) -> int:
+    # int() itself refuses thousands of digits.
+    if len(digits.lstrip("0")) > len(str(MAX_SIZE)) or int(digits[-20:]) > MAX_SIZE:
+        raise UsageError(f"{flag}: {item!r} is out of range", f"give a size of 0 to {MAX_SIZE}")
+    return int(digits[-20:])
+
 
 def parse_shapes(text: str | None) -> dict[str, tuple[int | str, ...]]:
     """Read ``x:[1,3,224,224] y:[1,n]``; a word is a symbolic dimension.
@@ -48,7 +58,7 @@ def parse_shapes(text: str | None) -> dict[str, tuple[int | str, ...]]:
     Raises
     ------
     UsageError
-        Where the text stops making sense, a size is negative, or an input comes twice.
+        Where the text stops making sense, a size is negative or too large, or an input comes twice.
     """
     shapes: dict[str, tuple[int | str, ...]] = {}
     text, at = (text or "").strip(), 0
@@ -61,7 +71,7 @@ def parse_shapes(text: str | None) -> dict[str, tuple[int | str, ...]]:
         for part in (p.strip() for p in match.group(2).split(",")) if match.group(2).strip() else ():
             if not (_SIZE.fullmatch(part) or part.isidentifier()) or part.startswith("-"):
                 raise UsageError(f"--input-shapes: {part!r} of input {name!r} is no dimension", "give a size or a name")
-            dims.append(int(part) if part.isdigit() else part)
+            dims.append(_size("--input-shapes", part, part) if part.isdigit() else part)
         if name in shapes:
             raise UsageError(f"--input-shapes: input {name!r} comes twice")
         shapes[name] = tuple(dims)
@@ -73,9 +83,9 @@ def parse_sizes(items: Iterable[str] | None, flag: str = "--bind") -> dict[str, 
     sizes: dict[str, int] = {}
     for item in (part for text in items or () for part in text.split(",") if part.strip()):
         name, sign, value = (part.strip() for part in item.partition("="))
-        if not sign or not name or not value.isdecimal():
+        if not sign or not name or not (value.isascii() and value.isdecimal()):
             raise UsageError(f"{flag}: {item!r} is not DIMENSION=SIZE", f"write {flag} T=100")
-        sizes[name] = int(value)
+        sizes[name] = _size(flag, item, value)
     return sizes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -130,6 +131,10 @@ def _size(dim: int | str, known: Mapping[str, int], spec: TensorSpec) -> int:
 
 def _make(spec: TensorSpec, shape: tuple[int, ...], mode: str, rng: np.random.Generator) -> np.ndarray:
     dtype = dtype_of(spec.dtype)
+    if math.prod(shape) * max(dtype.itemsize, 8) >= 2**63:
+        raise UsageError(
+            f"input {spec.name!r} of shape {shape} is larger than any memory", "give smaller sizes with --bind"
+        )
     if mode != "random":
         return np.full(shape, 1 if mode == "ones" else 0).astype(dtype)
     if dtype.kind in "iub":
