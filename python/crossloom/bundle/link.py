@@ -8,11 +8,14 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tvm
 
-from crossloom.errors import ToolchainFailed, ToolchainMissing
+from crossloom.errors import ToolchainFailed, ToolchainMissing, UnsupportedTarget
+
+if TYPE_CHECKING:
+    from crossloom.targets import Target
 
 _LINK_SECONDS = 600
 _MACHINES = {"arm64": "aarch64", "amd64": "x86_64", "x64": "x86_64"}
@@ -29,6 +32,35 @@ def arch_of(target: tvm.target.Target) -> str:
     triple = str(target.attrs.get("mtriple", "") or "")
     name = triple.split("-")[0].lower()
     return _MACHINES.get(name, name) if name else host_arch()
+
+
+def check_linkable(target: Target, cross_compiler: str | None = None) -> None:
+    """Refuse a target for whose system no shared library can be linked here, before anything is compiled.
+
+    Parameters
+    ----------
+    target : crossloom.targets.Target
+    cross_compiler : str, optional
+        A compiler the user named: it may know systems the usual ones do not, but none makes a shared library
+        without an operating system.
+
+    Raises
+    ------
+    UnsupportedTarget
+        Says what can be done with the target instead.
+    """
+    system = target.triple.partition("-")[2]
+    bare = any(word in system.split("-") for word in ("none", "elf", "eabi"))
+    source = target.cpu.kind == "c"
+    if not source and (not system or target.is_host or (not bare and ("linux" in system or cross_compiler))):
+        return
+    asks = f"`tvmc lint` and `tvmc explain` work with --target {str(target)!r}"
+    bare = bare or source
+    raise UnsupportedTarget(
+        f"a bundle for {target} ({target.triple or target.cpu.kind}) cannot be linked yet: "
+        + ("only shared libraries can be, and it has none" if bare else "no compiler for its system is known here"),
+        asks if bare else f"{asks}; compile on that system, or name its compiler with --cross-compiler",
+    )
 
 
 def find_compiler(arch: str, cross_compiler: str | None = None) -> str:
