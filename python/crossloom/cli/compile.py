@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 FORMATS = ("dir", "tar")
 CODE = {"relax": "code/relax.py", "tir": "code/tir.py", "asm": "code/asm.s"}
 
+#: What the temporary sibling of an output adds to its name: ``.NAME.xxxxxxxx.tmp`` (bytes).
+_TEMPORARY = 14
+
 
 def command(
     model: args.ModelPath,
@@ -54,12 +57,18 @@ def command(
         raise UsageError(f"--output-format: {output_format!r} is not known", f"formats: {', '.join(FORMATS)}")
     settings, disabled = args.parse_config(pass_config), args.parse_names(disabled_pass)
     check_output(output)
+    if model.exists() and output.exists() and model.samefile(output):
+        raise UsageError(f"--output {output} is the model itself", "name another file or folder")
     with progress("loading TVM") as show:
         from crossloom.bundle import write_bundle
+        from crossloom.bundle.link import check_linkable
+        from crossloom.bundle.replace import check_replaceable
         from crossloom.driver import compile_model
         from crossloom.targets import get_target
 
+        check_replaceable(output, output_format or ("tar" if output.suffix == ".tar" else "dir"))
         chosen = get_target(target)
+        check_linkable(chosen, cross_compiler)
         show(f"loading {model.name}")
         loaded = args.load(model, input_shapes, model_format, bind)
         with tuning(pipeline, chosen, tuning_records) as text:
@@ -97,8 +106,16 @@ def check_output(path: Path) -> None:
     UsageError
     """
     folder = path.absolute().parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    try:
+        path.exists()
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        # What is written first has a longer name, a temporary one beside the output.
+        longest = os.pathconf(folder, "PC_NAME_MAX") - _TEMPORARY if hasattr(os, "pathconf") else 0
+        if longest and len(os.fsencode(path.name)) > longest:
+            raise UsageError(f"cannot write {path}: the name is too long", f"use at most {longest} bytes")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", "choose a path that can be written") from None
     if not folder.is_dir():
         raise UsageError(f"cannot write {path}: {folder} is not a folder", "choose a path that can be written")
     if not os.access(folder, os.W_OK | os.X_OK):
