@@ -20,6 +20,7 @@ from .compose_functions import private_functions, renew
 from .compose_weights import share_weights
 from .gather import bound_gathers
 from .signature import check_entry
+from .unused import drop_unused
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def compose(
         result.mod[key] = function
         result.entries[key] = entry
     result.mod = relax.transform.CanonicalizeBindings()(result.mod)
-    result.mod = relax.transform.DeadCodeElimination(list(chains))(result.mod)
+    result.mod = relax.transform.DeadCodeElimination(list(chains))(drop_unused(result.mod))
     relax.analysis.well_formed(result.mod)
     return result
 

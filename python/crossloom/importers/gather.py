@@ -16,6 +16,8 @@ import tvm_ffi
 from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from .unused import drop_unused
+
 op = relax.op
 Emit = Callable[[Any], Any]
 
@@ -206,11 +208,12 @@ def bound_gathers(mod: tvm.IRModule, *, from_end: bool) -> tvm.IRModule:
         The same functions; ``take`` in mode ``"clip"``, the rest with bounded indices.  Modules without an
         unchecked gather come back as they are.
     """
-    change = _Bounder(mod, from_end)
+    change, changed = _Bounder(mod, from_end), False
     for gv, function in mod.functions_items():
         if isinstance(function, relax.Function) and _unchecked(function):
-            change.builder_.update_func(gv, relax.analysis.remove_all_unused(change.visit_expr(function)))
-    return change.builder_.finalize()
+            change.builder_.update_func(gv, change.visit_expr(function))
+            changed = True
+    return drop_unused(change.builder_.finalize()) if changed else mod
 
 
 def _unchecked(function: relax.Function) -> bool:

@@ -21,6 +21,7 @@ from crossloom.importers.onnx_quantized import fold_dequantize, fold_matmul_nbit
 from crossloom.importers.onnx_shapes import input_types
 from crossloom.importers.onnx_tables import tables
 from crossloom.importers.signature import dimension
+from crossloom.importers.unused import drop_unused
 from crossloom.model import Entry, Model, TensorSpec
 
 _INLINE_ELEMENTS = 4096
@@ -271,7 +272,7 @@ def _finish(
     fn = relax.Function(params, fn.body, fn.ret_ty, is_pure=bool(fn.is_pure))
     fn = fn.with_attrs({"num_input": count, "global_symbol": entry})
     mod = bound_gathers(_with_entry(mod, entry, fn), from_end=False)
-    mod = relax.transform.DeadCodeElimination([entry])(mod)
+    mod = relax.transform.DeadCodeElimination([entry])(drop_unused(mod))
     ret = mod[entry].ret_ty
     fields = list(ret.fields) if isinstance(ret, relax.TupleType) else [ret]
     spec = lambda name, ty: TensorSpec(name, _dims(ty, name), str(ty.dtype))
