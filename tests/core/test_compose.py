@@ -225,6 +225,36 @@ def test_bounds_of_both_sides_meet():
         compose({"a": first, "b": narrow}, {"e": ["a", "b"]})
 
 
+def test_bounds_are_carried_through_what_a_dimension_is_bound_to():
+    """By hand: ``n = m + 1 <= 8`` is ``m <= 7``; ``4 <= 2 * m + 1 <= 8`` is ``2 <= m <= 3``."""
+    op = relax.op
+    one = tvm.relax.const(np.zeros((1, 4), "float32"))
+    row = lambda x: op.concat([x, one], 0)
+    pairs = lambda x: op.concat([x, x, one], 0)
+    crossed = lambda x, z: op.concat([x, z], 0)
+    m = ("x", ("m", 4), "float32")
+    after = part(op.abs, [("y", ("n", 4), "float32")], [("z", ("n", 4), "float32")], upper_bounds={"n": 8})
+    least = part(
+        op.abs, [("y", ("n", 4), "float32")], [("z", ("n", 4), "float32")], upper_bounds={"n": 8}, lower_bounds={"n": 4}
+    )
+    join = lambda first, second: compose({"a": first, "b": second}, {"e": ["a", "b"]}).entries["e"]
+
+    entry = join(part(row, [m], [("y", ("m + 1", 4), "float32")]), after)
+    assert entry.upper_bounds == {"m": 7} and not entry.lower_bounds
+    entry = join(part(row, [m], [("y", ("m + 1", 4), "float32")], upper_bounds={"m": 5}), least)
+    assert entry.upper_bounds == {"m": 5} and entry.lower_bounds == {"m": 3}
+    entry = join(part(pairs, [m], [("y", ("2 * m + 1", 4), "float32")]), least)
+    assert entry.upper_bounds == {"m": 3} and entry.lower_bounds == {"m": 2}
+    # A sum of two says nothing of either that an entry could state.
+    two = part(crossed, [m, ("w", ("k", 4), "float32")], [("y", ("m + k", 4), "float32")])
+    assert not join(two, least).upper_bounds
+    with pytest.raises(UnsupportedModel, match="'m' of entry 'e' must be at least 9 and at most 7"):
+        join(part(row, [m], [("y", ("m + 1", 4), "float32")], lower_bounds={"m": 9}), after)
+    tall = tvm.relax.const(np.zeros((9, 4), "float32"))
+    with pytest.raises(UnsupportedModel, match="'m' of entry 'e' must be at least 0 and at most -1"):
+        join(part(lambda x: op.concat([x, tall], 0), [m], [("y", ("m + 9", 4), "float32")]), after)
+
+
 def test_a_renamed_dimension_takes_its_bounds_along():
     op = relax.op
     first = part(op.negative, [X], [Y], upper_bounds={"n": 9})

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import relax, tirx
+from tvm.sym.pattern import detect_linear_equation
 
 from ..errors import UnsupportedModel, UsageError
 from ..model import Entry, TensorSpec
@@ -199,10 +200,10 @@ def join(
             f"its dimensions: {', '.join(symbolic_names(function)) or 'all static'}",
         )
     upper = {**upper, **upper_bounds}
-    for name, least in lower.items():
-        if least > upper.get(name, least):
+    for name, most in upper.items():
+        if lower.get(name, 0) > most:
             raise UnsupportedModel(
-                f"dimension {name!r} of entry {key!r} must be at least {least} and at most {upper[name]}",
+                f"dimension {name!r} of entry {key!r} must be at least {lower.get(name, 0)} and at most {most}",
                 "export the parts with ranges that overlap",
             )
     entry = entry_of(
@@ -224,7 +225,8 @@ def _separate_symbols(steps: Sequence[Step], bound: Substitution) -> tuple[dict[
     """Rename unbound symbolic dimensions that two parts happen to call the same; return the parts' bounds.
 
     Names are shared within an entry, but ``n`` of one part is not ``n`` of another unless a tensor passed
-    between them says so.
+    between them says so.  Where one says ``n = 2 * m + 1``, the bounds of ``n`` become bounds of ``m``; those of
+    a dimension bound to an expression of several variables, or to one that is not linear, are not kept.
     """
     taken: set[str] = set()
     upper: dict[str, int] = {}
@@ -248,8 +250,8 @@ def _separate_symbols(steps: Sequence[Step], bound: Substitution) -> tuple[dict[
             value = resolve(var, {**fresh, **bound})
             if isinstance(value, tirx.IntImm):
                 _check_fixed(step, var.name, int(value.value), least, limit)
-            elif tvm.ir.is_prim_var(value):
-                limits.append((value.name, limit, least))
+            else:
+                limits += _carried(value, least, limit)
     for name, limit, least in limits:
         if limit is not None:
             upper[name] = min(limit, upper.get(name, limit))
@@ -257,6 +259,25 @@ def _separate_symbols(steps: Sequence[Step], bound: Substitution) -> tuple[dict[
             lower[name] = max(least, lower.get(name, least))
     bound.update(fresh)
     return upper, lower
+
+
+def _carried(value: tvm.ir.Expr, least: int, limit: int | None) -> list[tuple[str, int | None, int]]:
+    """Return what ``least <= value <= limit`` says of the one variable of a linear `value`: name, largest, least."""
+    variables = tirx.analysis.undefined_vars(value)
+    linear = detect_linear_equation(value, variables) if len(variables) == 1 else []
+    if len(linear) != 2 or not all(isinstance(number, tirx.IntImm) for number in linear):
+        return []
+    factor, offset = (int(number.value) for number in linear)
+    if factor == 0:
+        return []
+    # Integers: the upper quotient is rounded down, the lower one up.
+    ends = [None if end is None else end - offset for end in (least, limit)]
+    if factor < 0:
+        ends, factor = [None if end is None else -end for end in reversed(ends)], -factor
+    low, high = ends
+    return [
+        (variables[0].name, None if high is None else high // factor, 0 if low is None else max(0, -(-low // factor)))
+    ]
 
 
 def _check_fixed(step: Step, name: str, size: int, least: int, limit: int | None) -> None:
