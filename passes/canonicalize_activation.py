@@ -21,7 +21,7 @@ from tvm import relax
 from crossloom.rewrite import Graph, Match, Rule, Site
 from crossloom.verdict import Verdict
 
-from .matching.spelling import dims, dtype, matched, replay, replayable, same_dims, scalar
+from .matching.spelling import dims, dtype, matched, only_rounds, replay, replayable, same_dims, scalar
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 _UNARY: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -83,7 +83,7 @@ def _evaluate(graph: Graph, root: relax.Var, x: relax.Var) -> np.ndarray | None:
         if number is not None:
             return np.full_like(_X, number)
         call = graph.call(expr, *_UNARY, *_BINARY)
-        if call is None or len(done) > _DEEP:
+        if call is None or len(done) > _DEEP or (graph.op(expr) == "relax.astype" and not only_rounds(call)):
             return None
         args = [at(a) for a in call.args]
         result: np.ndarray | None = None

@@ -8,7 +8,7 @@ from tvm import relax
 
 from crossloom.rewrite import Graph
 
-from .spelling import dims, either, same_dims, scalar, sizes
+from .spelling import dims, either, only_rounds, same_dims, scalar, sizes
 
 _VIEWS = ("relax.astype", "relax.broadcast_to", "relax.reshape")
 
@@ -16,7 +16,7 @@ _VIEWS = ("relax.astype", "relax.broadcast_to", "relax.reshape")
 def _changes_nothing(call: relax.Call, regroup: bool) -> bool:
     """Return whether a view keeps every element where it is, (batch * heads) for (batch, heads) aside."""
     if call.op.name == "relax.astype":
-        return True
+        return only_rounds(call)
     before, after = dims(call.args[0]), dims(call)
     if before is None or after is None:
         return False

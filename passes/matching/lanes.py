@@ -14,7 +14,7 @@ from tvm import relax, tirx
 
 from crossloom.rewrite import Graph
 
-from .spelling import dims, either, fields_of, is_constant, same_dims, scalar, sizes
+from .spelling import dims, either, fields_of, is_constant, only_rounds, same_dims, scalar, sizes
 
 #: More lines than any spelling of a rotation has.
 MOST_NODES = 48
@@ -160,6 +160,8 @@ class LaneAlgebra:
             return self._split(value)
         args = value.args
         if op == "relax.astype":
+            if not only_rounds(value):
+                raise NotLanes
             return self.of(args[0])
         if op == "relax.negative":
             return [replace(t, coefficient=-t.coefficient) for t in self.of(args[0])]

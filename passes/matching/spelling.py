@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import ml_dtypes  # noqa: F401  (numpy learns bfloat16)
 from tvm import ir, relax, tirx
 from tvm_ffi import structural_equal, structural_map
 
@@ -23,12 +24,17 @@ def is_constant(expr: relax.Expr) -> bool:
 def scalar(graph: Graph, expr: relax.Expr) -> float | None:
     """Return the value of a one-element constant (casts of it included), None for anything else."""
     value = graph.resolve(expr)
+    casts: list[str] = []
     while isinstance(value, relax.Call) and graph.op(value) in ("relax.astype", "relax.reshape", "relax.broadcast_to"):
+        if graph.op(value) == "relax.astype":
+            casts.append(dtype(value))
         value = graph.resolve(value.args[0])
-    if not is_constant(value):
+    if not is_constant(value) or value.value.numpy().size != 1:
         return None
-    array = value.value.numpy()
-    return float(array.reshape(())) if array.size == 1 else None
+    array = value.value.numpy().reshape(())
+    for kind in reversed(casts):
+        array = array.astype(kind)
+    return float(array)
 
 
 def dims(expr: relax.Expr) -> list[tirx.Expr] | None:
@@ -60,9 +66,14 @@ def either(call: relax.Call) -> Iterator[tuple[relax.Expr, relax.Expr]]:
 
 
 def uncast(graph: Graph, expr: relax.Expr) -> relax.Expr:
-    """Return what a cast was made from."""
+    """Return what a cast between floats was made from."""
     call = graph.call(expr, "relax.astype")
-    return call.args[0] if call is not None else expr
+    return call.args[0] if call is not None and only_rounds(call) else expr
+
+
+def only_rounds(cast: relax.Call) -> bool:
+    """Return whether a cast leads from floats to floats: one through integers or booleans computes something."""
+    return all("float" in dtype(side) for side in (cast.args[0], cast))
 
 
 def fields_of(graph: Graph, expr: relax.Expr) -> list[relax.Expr]:
