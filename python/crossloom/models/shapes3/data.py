@@ -12,7 +12,6 @@ Everything is vectorised over the batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -230,14 +229,8 @@ def answer_table(scenes: Scenes) -> np.ndarray:
     return np.concatenate(columns, axis=1)
 
 
-#: How often each family is asked: common, easy or low-entropy ones less than the hard ones.
-SHARE = {"color": 1.0, "shape": 1.0, "count": 0.4, "count-kind": 0.8, "any": 1.0, "side": 1.6}
-
-
-def choose_questions(
-    rng: np.random.Generator, answers: np.ndarray, number: int, share: Mapping[str, float] = SHARE
-) -> np.ndarray:
-    """`number` different answerable questions a scene, families in the proportion of `share`.
+def choose_questions(rng: np.random.Generator, answers: np.ndarray, number: int) -> np.ndarray:
+    """`number` different answerable questions a scene, families balanced.
 
     Within a family each answer is equally likely, so that "no", "zero" and
     "nothing" do not win by frequency.
@@ -248,6 +241,8 @@ def choose_questions(
         ``(batch, number)`` int, indices into `QUESTIONS`.
     """
     weight = np.zeros(answers.shape)
+    # Common, easy or low-entropy families are asked less than the hard ones.
+    share = {"color": 1.0, "shape": 1.0, "count": 0.4, "count-kind": 0.8, "any": 1.0, "side": 1.6}
     for index, family in enumerate(FAMILIES):
         block = np.flatnonzero(index == FAMILY)
         part = answers[:, block]

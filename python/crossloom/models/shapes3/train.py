@@ -42,8 +42,6 @@ from .network import Shapes3
 Item = TypeVar("Item")
 
 IGNORE = -100
-#: The only family that is hard to learn is asked more often than in the test.
-TRAINING_SHARE = data.SHARE | {"side": 4.0}
 _AUDIO_SLOT = -1  # placeholder id of an audio token in a packed row
 
 
@@ -99,7 +97,7 @@ def packed(rng: np.random.Generator, batch: int, texts: int, spoken: int) -> Bat
     """`batch` images, each with `texts` written and `spoken` spoken questions."""
     scenes, tensors = images(rng, batch)
     answers = data.answer_table(scenes)
-    asked = data.choose_questions(rng, answers, texts + spoken, TRAINING_SHARE)
+    asked = data.choose_questions(rng, answers, texts + spoken)
     prefix = CONFIG.vision_tokens
     said: list[str] = []
     rows: list[list[np.ndarray]] = []
@@ -316,7 +314,7 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, help="start from these weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--vision-steps", type=int, default=1000)
+    parser.add_argument("--vision-steps", type=int, default=1500)
     parser.add_argument("--audio-steps", type=int, default=400)
     parser.add_argument("--steps", type=int, default=3600)
     parser.add_argument("--batch", type=int, default=16, help="images a step in stage 3")
