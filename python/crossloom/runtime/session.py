@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +46,16 @@ class SharesFiles(Protocol):
 
     def share(self, path: Path) -> str:
         """Show a file to the server."""
+
+
+def _load_private(library: Path) -> Any:
+    """Load a copy of a library that no one else has: the system takes a path that is loaded for the same library,
+    though its file has been replaced since, and two modules of one library share its state."""
+    with tempfile.TemporaryDirectory(prefix="crossloom-library-") as folder:
+        copy = Path(folder) / library.name
+        shutil.copyfile(library, copy)
+        # What is mapped outlives the name of its file; its inode is not given to another meanwhile.
+        return tvm.runtime.load_module(str(copy))
 
 
 class DeviceTensor:
@@ -103,7 +115,7 @@ class Session:
         self._closed = False
         with self._talking():
             if connection is None:
-                module, self._device = tvm.runtime.load_module(str(bundle.library)), tvm.cpu(0)
+                module, self._device = _load_private(bundle.library), tvm.cpu(0)
             else:
                 connection.session.upload(str(bundle.library))
                 module = connection.session.load_module(bundle.library.name)
