@@ -16,6 +16,7 @@ from ..errors import UnsupportedTarget, UsageError
 from .host import with_host_cpu
 from .load import DATA, load_target_file
 from .model import Cpu, Target
+from .processor import checked
 from .spec import override, raw_cpu, split_composite, split_options
 
 #: Entry points of third parties' targets.
@@ -60,6 +61,7 @@ def _raw(text: str) -> Target:
         cpu = replace(cpu, triple=codegen.llvm_get_system_triple())
     base = list_targets()["host"]
     target = Target("custom", f"TVM target {text}", _family(cpu), cpu, spec=text, capabilities=base.capabilities)
+    checked(target)
     tvm_target = target.tvm_target()
     if cpu.kind == "llvm":
         target = replace(target, cpu=replace(cpu, vector_bytes=codegen.llvm_get_vector_width(tvm_target) // 8))
@@ -86,13 +88,13 @@ def _npu_target(spec: str, text: str) -> Target:
     """Read the NPU's part of a composite: ``ane -chip=m4``, ``rknn -platform=rk3588`` or a known name."""
     name, options = split_options(text)
     if name not in _NPUS:
-        return override(_known(name), options, spec)
+        return checked(override(_known(name), options, spec))
     key, default = _NPUS[name]
     chip = options.pop(key, default)
     served = {t.npu.platform: t for t in list_targets().values() if t.npu is not None and t.npu.codegen == name}
     if chip not in served:
         raise UnsupportedTarget(f"target {spec!r}: {name} has no {key} {chip!r}", f"known: {', '.join(served)}")
-    target = override(served[chip], options, spec)
+    target = checked(override(served[chip], options, spec))
     npu = target.npu
     return target if npu is None else replace(target, npu=replace(npu, options={**npu.options, key: chip}))
 
@@ -111,7 +113,7 @@ def get_target(spec: str | Target) -> Target:
     Raises
     ------
     UnsupportedTarget
-        For an unknown name (with the closest ones) or an attribute TVM refuses.
+        For an unknown name (with the closest ones), an attribute TVM refuses, or a processor LLVM does not know.
     UsageError
         For text that cannot be read, or an unknown override.
     """
@@ -136,4 +138,4 @@ def get_target(spec: str | Target) -> Target:
     if name in _NPUS:
         return _npu_target(text, first)
     target = _known(name)
-    return override(target, options, text) if options else target
+    return checked(override(target, options, text)) if options else target
