@@ -16,7 +16,7 @@ Attributes
     ``mask``: ``none`` (every key is kept), ``causal`` (proved: key j <= query i), ``causal+offset`` (proved:
     j <= i + ``offset``; ``offset`` is a number or ``keys-queries``), ``given`` (whatever the operand holds);
     ``fill``: the number that ``keep`` and ``drop`` put in place of a score, as text (it may be ``-inf``);
-    ``bias_inside``: ``bias`` is added first, so that ``fill`` stands in its place too (else to ``fill`` as well);
+    ``bias_inside``: ``bias`` is added first, so that ``fill`` stands in its place too (else it is added to ``fill``);
     ``empty_rows``: a query without keys gives ``zero``, or whatever ``softmax`` gives.
 Numerics: exact; the body is the model's own spelling.  Source: Vaswani et al. 2017; Ainslie et al. 2023.
 """
