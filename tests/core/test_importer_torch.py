@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import numpy as np
@@ -316,6 +317,27 @@ def test_files_and_refusals(tmp_path):
 
     with pytest.raises(UnsupportedModel, match="svd"):
         from_torch(Odd(), (torch.randn(3, 3),))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ["dropout", "svd"])
+def test_a_refused_program_leaves_nothing_on_stderr(kind, capfd):
+    """Refused by our converter with a block open, and by TVM before it opens one."""
+    import torch
+
+    class Refused(torch.nn.Module):
+        def forward(self, x):
+            x = torch.relu(x)
+            if kind == "dropout":
+                return torch.nn.functional.scaled_dot_product_attention(x, x, x, None, 0.5)
+            return torch.linalg.svd(x)[0]
+
+    gc.collect()
+    capfd.readouterr()
+    with pytest.raises(UnsupportedModel):
+        from_torch(Refused(), (torch.randn(1, 2, 4, 4),))
+    gc.collect()
+    assert "BlockBuilder" not in capfd.readouterr().err
 
 
 def test_missing_torch_names_the_extra(monkeypatch):

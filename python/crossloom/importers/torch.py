@@ -17,6 +17,7 @@ from tvm import relax
 
 from ..errors import ToolchainMissing, UnsupportedModel, UsageError
 from ..model import Model
+from .blocks import close_blocks
 from .gather import bound_gathers
 from .signature import entry_attributes, entry_of, output_types
 from .torch_attention import convert_attention
@@ -70,7 +71,7 @@ def from_torch(
     """
     try:
         import torch
-        from tvm.relax.frontend.torch import from_exported_program
+        from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
     except ImportError as error:
         raise ToolchainMissing("PyTorch is not installed", "pip install 'crossloom[torch]'") from error
 
@@ -78,15 +79,16 @@ def from_torch(
     table = torch.export.default_decompositions()
     for name in KEPT:
         table.pop(getattr(torch.ops.aten, name).default, None)
+    importer = ExportedProgramImporter()
     try:
         with torch.no_grad():
             program = program.run_decompositions(table)
         _refuse_mutation(torch, program)
-        mod = from_exported_program(
+        mod = importer.from_exported_program(
             program,
             keep_params_as_input=True,
             unwrap_unit_return_tuple=True,
-            run_ep_decomposition=False,
+            no_bind_return_tuple=False,
             custom_convert_map={
                 "scaled_dot_product_attention.default": convert_attention,
                 "layer_norm.default": convert_layer_norm,
@@ -95,8 +97,10 @@ def from_torch(
             },
         )
     except UnsupportedModel:
+        close_blocks(importer.block_builder)
         raise
     except Exception as error:  # the translator raises assertions, ValueError, tvm errors: all mean the same here
+        close_blocks(importer.block_builder)
         raise UnsupportedModel(
             f"PyTorch program cannot be translated: {_first_line(error)}",
             "replace the operator named, or export the part to ONNX",
