@@ -148,9 +148,11 @@ def _pad(sch: Schedule, block: SBlockRV, stage: BlockView, tile: Tile) -> None:
         multiples[spatial[tile.column]] = tile.width
     if tile.pad_rows and tile.row is not None:
         multiples[spatial[tile.row]] = tile.height
+    before = blocks_of(sch)
     sch.pad_einsum(block, multiples)
     for producer in sch.get_producers(block):
-        if view(sch, producer).spatial_only and sch.get(producer).name_hint.endswith("_pad"):
+        # The copies that pad_einsum made, which it does not return.
+        if not any(sch.get(producer).same_as(sch.get(other)) for other in before):
             sch.decompose_padding(producer, sch.get_loops(producer)[0])
 
 

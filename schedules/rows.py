@@ -28,10 +28,11 @@ def rows(sch: Schedule, machine: Machine) -> bool:
         # A reduction that writes the output itself is given a row to be computed in.
         sch.cache_write(blocks[-1], 0, "global")
         blocks = blocks_of(sch)
+    partial: list[SBlockRV] = []
     for block in blocks[:-1]:
         stage = view(sch, block)
         if not stage.spatial_only and stage.reads_reduced_axis_last:
-            _split_sum(sch, block, machine)
+            partial += _split_sum(sch, block, machine)
     blocks = blocks_of(sch)
     last = blocks[-1]
     row = sch.fuse(*list(sch.get_loops(last))[:leading])
@@ -40,7 +41,8 @@ def rows(sch: Schedule, machine: Machine) -> bool:
     if parallel:
         sch.parallel(row)
     for block in blocks:
-        _vectorize_inner(sch, block, row, machine)
+        in_lanes = any(sch.get(block).same_as(sch.get(other)) for other in partial)
+        _vectorize_inner(sch, block, row, machine, in_lanes)
     return True
 
 
@@ -64,39 +66,44 @@ def _common_rows(stages: list[BlockView]) -> int:
     return count
 
 
-def _split_sum(sch: Schedule, block: SBlockRV, machine: Machine) -> None:
-    """Sum in as many lanes as four registers hold, then across the lanes."""
+def _split_sum(sch: Schedule, block: SBlockRV, machine: Machine) -> list[SBlockRV]:
+    """Sum in as many lanes as four registers hold, then across the lanes; return the block of the lanes, if any."""
     stage = view(sch, block)
     loops = list(sch.get_loops(block))
     reduced = loops[stage.leading_spatial :]
     if len(reduced) != len(stage.axes) - stage.leading_spatial:
-        return
+        return []
     inner = sch.fuse(*reduced)
     extent = static(sch.get(inner).extent)
     lanes = machine.lanes(stage.dtype)
     choices = [n * lanes for n in (4, 3, 2, 1)] + list(range(lanes - 1, 3, -1))
     width = next((w for w in choices if extent is not None and extent % w == 0 and extent > w), 0)
     if not width:
-        return
+        return []
     _, lane = sch.split(inner, [None, width])
-    sch.rfactor(lane, stage.leading_spatial)
+    return [sch.rfactor(lane, stage.leading_spatial)]
 
 
-def _vectorize_inner(sch: Schedule, block: SBlockRV, row: LoopRV, machine: Machine) -> None:
+def _vectorize_inner(sch: Schedule, block: SBlockRV, row: LoopRV, machine: Machine, in_lanes: bool) -> None:
+    """Vectorize what a block does in a row; ``in_lanes`` says that it is the partial sum of :func:`_split_sum`."""
     stage = view(sch, block)
     loops = list(sch.get_loops(block))
-    at = next(i for i, loop in enumerate(loops) if sch.get(loop).same_as(sch.get(row)))
+    at = next((i for i, loop in enumerate(loops) if sch.get(loop).same_as(sch.get(row))), None)
+    if at is None:
+        return  # computed outside of the rows: its loops stay as they are
     inside = loops[at + 1 :]
     if not inside:
         return
     try:
         if stage.spatial_only:
             vectorize_loop(sch, inside[-1], machine.lanes(stage.dtype))
-        elif "_rf" in sch.get(block).name_hint:
+        elif in_lanes:
             lane = _lane_loop(sch, block, inside)
             if lane is None:
                 return
             rest = [loop for loop in inside if not sch.get(loop).same_as(sch.get(lane))]
+            if not rest:
+                return
             sch.reorder(*rest, lane)
             sch.vectorize(lane)
             sch.decompose_reduction(block, rest[0])

@@ -28,12 +28,14 @@ def blocks_of(sch: Schedule) -> list[SBlockRV]:
 
 def inline_producers(sch: Schedule) -> None:
     """Inline spatial producers, except costly ones read twice and those a contraction reads many times."""
-    outputs = {sch.get(b).name_hint for b in sch.get_output_blocks(sch.get_sblock("root"))}
+    outputs = list(sch.get_output_blocks(sch.get_sblock("root")))
     for block in blocks_of(sch):
         stage = view(sch, block)
-        if not stage.spatial_only or sch.get(block).name_hint in outputs:
+        if not stage.spatial_only or any(sch.get(block).same_as(sch.get(output)) for output in outputs):
             continue
         consumers = sch.get_consumers(block)
+        if not consumers:
+            continue  # nothing reads it, so there is nothing to inline it into
         if any(view(sch, c).contraction for c in consumers):
             continue
         if calls_math(sch.get(block).body) and (len(consumers) > 1 or not view(sch, consumers[0]).spatial_only):
