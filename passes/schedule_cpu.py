@@ -19,7 +19,9 @@ from crossloom.errors import UnsupportedTarget
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
 from crossloom.schedules import cpu
+from crossloom.verdict import Verdict, accept, record, refuse
 
+_NAME = "schedule-cpu"
 _SCHEDULED = "tirx.is_scheduled"
 
 
@@ -32,6 +34,12 @@ def _target(func: tirx.PrimFunc, given: tvm.target.Target | None) -> tvm.target.
     return found
 
 
+def _verdict(kernel: str, outcome: cpu.Outcome) -> Verdict:
+    if not outcome.rule:
+        return refuse("no-rule", kernel, outcome.problem or "no rule understands it; it stays plain loops")
+    return accept(detail="; ".join(filter(None, (outcome.rule, outcome.problem))))
+
+
 def ScheduleCPU(target: tvm.target.Target | None = None) -> tvm.transform.Pass:
     """Return the pass.
 
@@ -41,23 +49,28 @@ def ScheduleCPU(target: tvm.target.Target | None = None) -> tvm.transform.Pass:
         None takes the current target, else each function's attribute ``target``.
     """
 
-    @tvm.transform.module_pass(opt_level=0, name="schedule-cpu")
+    @tvm.transform.module_pass(opt_level=0, name=_NAME)
     def schedule_cpu(mod: tvm.ir.IRModule, _: tvm.transform.PassContext) -> tvm.ir.IRModule:
         out = mod.clone()
-        done: dict[int, list[tuple[tirx.PrimFunc, tirx.PrimFunc]]] = {}
+        done: dict[int, list[tuple[tirx.PrimFunc, cpu.Outcome]]] = {}
         for gv, func in mod.functions_items():
             attrs = func.attrs or {}
             if not isinstance(func, tirx.PrimFunc) or "s_tir" not in attrs or _SCHEDULED in attrs:
                 continue
             # RewriteDataflowReshape recognises these as written and makes them views.
             if relax.analysis.has_reshape_pattern(func):
+                verdict = refuse("is-a-view", gv.name_hint, "TVM makes it a view of its input, which takes no time")
+                record(verdict.at(_NAME, gv.name_hint, ""))
                 continue
             bare = func.without_attr("global_symbol")
             seen = done.setdefault(tvm_ffi.structural_hash(bare), [])
-            new = next((b for a, b in seen if tvm_ffi.structural_equal(a, bare)), None)
-            if new is None:
-                new = cpu.schedule(bare, _target(func, target)).with_attr(_SCHEDULED, True)
-                seen.append((bare, new))
+            outcome = next((b for a, b in seen if tvm_ffi.structural_equal(a, bare)), None)
+            if outcome is None:
+                outcome = cpu.attempt(bare, _target(func, target))
+                seen.append((bare, outcome))
+            record(_verdict(gv.name_hint, outcome).at(_NAME, gv.name_hint, ""))
+            # Also where no rule took it: nothing is to try again.
+            new = outcome.func.with_attr(_SCHEDULED, True)
             if "global_symbol" in attrs:
                 new = new.with_attr("global_symbol", attrs["global_symbol"])
             out.update_func(gv, new)
@@ -66,6 +79,4 @@ def ScheduleCPU(target: tvm.target.Target | None = None) -> tvm.transform.Pass:
     return schedule_cpu
 
 
-PASS = PassInfo(
-    "schedule-cpu", ScheduleCPU, "lower", REASSOCIATES, doc="Tile, vectorize and parallelize kernels for a CPU."
-)
+PASS = PassInfo(_NAME, ScheduleCPU, "lower", REASSOCIATES, doc="Tile, vectorize and parallelize kernels for a CPU.")

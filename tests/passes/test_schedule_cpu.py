@@ -18,6 +18,7 @@ from crossloom.numerics import REASSOCIATES
 from crossloom.passes.schedule_cpu import PASS, ScheduleCPU
 from crossloom.testing import assert_pass_preserves, run_module
 from crossloom.testing.strategies import Case
+from crossloom.verdict import Ledger
 
 #: Four lanes of float32, sixteen registers, whatever machine the tests run on.
 SSE = tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu"})
@@ -119,8 +120,11 @@ def test_small_work_starts_no_threads() -> None:
 def test_reshapes_stay_as_they_are() -> None:
     """TVM recognises them as written and makes them views."""
     mod = legalized(module(("main", lambda x: relax.op.reshape(x, (32, 2)), [(8, 8)])))
-    assert kernels(mod)
-    tvm.ir.assert_structural_equal(ScheduleCPU(SSE)(mod), mod)
+    (kernel,) = kernels(mod)
+    with Ledger() as ledger:
+        tvm.ir.assert_structural_equal(ScheduleCPU(SSE)(mod), mod)
+    (verdict,) = ledger
+    assert (verdict.code, verdict.function, verdict.rewrite) == ("is-a-view", kernel, "schedule-cpu")
 
 
 def test_scheduled_and_foreign_functions_stay() -> None:
@@ -131,10 +135,29 @@ def test_scheduled_and_foreign_functions_stay() -> None:
 
 def test_what_no_rule_understands_is_marked_and_kept() -> None:
     mod = legalized(module(("main", lambda x: relax.op.cumsum(x, 0), [(8, 8)])))
-    new = kernels(ScheduleCPU(SSE)(mod))
+    with Ledger() as ledger:
+        new = kernels(ScheduleCPU(SSE)(mod))
+    assert {v.function: v.code for v in ledger} == dict.fromkeys(kernels(mod), "no-rule")
+    assert all(v.detail for v in ledger)
     for name, func in kernels(mod).items():
         assert new[name].attrs["tirx.is_scheduled"]
         tvm.ir.assert_structural_equal(new[name].without_attr("tirx.is_scheduled"), func)
+
+
+def test_every_kernel_has_a_verdict_with_its_rule() -> None:
+    def softmax(x: relax.Expr) -> relax.Expr:
+        return relax.op.nn.softmax(x, -1)
+
+    entries = [
+        ("prefill", softmax, [(6, 48)]),
+        ("decode", relax.op.matmul, [(8, 8)] * 2),
+        ("vision", softmax, [(6, 48)]),
+    ]
+    mod = legalized(module(*entries))
+    with Ledger() as ledger:
+        ScheduleCPU(SSE)(mod)
+    assert sorted(v.function for v in ledger) == sorted(kernels(mod))
+    assert all(v.fired and v.detail == ("contraction" if "matmul" in v.function else "rows") for v in ledger)
 
 
 def test_target_of_argument_scope_function_or_none() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tvm
 from tvm import relax
+from tvm.script import tirx as T
 
 from crossloom.flow import steps
 from crossloom.schedules import cpu
@@ -238,3 +239,63 @@ def test_a_sum_of_nothing_is_its_start_and_not_what_lay_in_memory(kind):
 def test_a_sum_along_an_axis_of_size_0_is_0():
     got = run(module(lambda x: relax.op.sum(x, -1), (4, 0)), [np.zeros((4, 0), "float32")])
     np.testing.assert_array_equal(got, np.zeros(4, "float32"))
+
+
+@T.prim_func(s_tir=True)
+def DEAD(x: T.Buffer((16, 64), "float32"), y: T.Buffer((16, 64), "float32")):
+    unread = T.alloc_buffer((16, 64), "float32")
+    for i, j in T.grid(16, 64):
+        with T.sblock("unread"):
+            vi, vj = T.axis.remap("SS", [i, j])
+            unread[vi, vj] = T.exp(x[vi, vj])
+    for i, j in T.grid(16, 64):
+        with T.sblock("y"):
+            vi, vj = T.axis.remap("SS", [i, j])
+            y[vi, vj] = x[vi, vj] + T.float32(1)
+
+
+def test_a_costly_block_that_nobody_reads_stays_and_the_rest_is_scheduled():
+    outcome = cpu.attempt(DEAD, tvm.target.Target(HOST))
+    assert outcome.rule == "elementwise" and "T.vectorized" in outcome.func.script()
+    (x,) = arrays((16, 64))
+    out = tvm.runtime.tensor(np.zeros_like(x))
+    kernel = tvm.compile(outcome.func.with_attr("global_symbol", "kernel"), target=tvm.target.Target(HOST))["kernel"]
+    kernel(tvm.runtime.tensor(x), out)
+    np.testing.assert_array_equal(out.numpy(), x + np.float32(1))
+
+
+def test_a_fault_of_a_rule_goes_out_and_a_refusal_of_tvm_is_told(monkeypatch):
+    def faulty(sch, machine):
+        raise ValueError("cannot count")
+
+    def refused(sch, machine):
+        sch.compute_inline(sch.get_sblock("y"))  # an output block
+
+    target = tvm.target.Target(HOST)
+    monkeypatch.setattr(cpu, "RULES", (refused,))
+    outcome = cpu.attempt(DEAD, target)
+    assert outcome.rule == "" and outcome.problem.startswith("refused: ") and "output" in outcome.problem
+    monkeypatch.setattr(cpu, "RULES", (refused, faulty))
+    with pytest.raises(ValueError, match="cannot count"):
+        cpu.attempt(DEAD, target)
+
+
+def test_names_of_blocks_decide_nothing():
+    """A row's sum under other names than TVM's own gives the same loops."""
+
+    def kernel(names):
+        x = tvm.te.placeholder((8, 256), "float32", "x")
+        k = tvm.te.reduce_axis((0, 256), "k")
+        total = tvm.te.compute((8,), lambda i: tvm.te.sum(x[i, k], k), names[0])
+        y = tvm.te.compute((8, 256), lambda i, j: x[i, j] - total[i], names[1])
+        func = tvm.te.create_prim_func([x, y], index_dtype_override="int64")
+        return cpu.schedule(func, tvm.target.Target(HOST))
+
+    plain = kernel(("total", "y"))
+    assert plain.script().count("T.vectorized") >= 2
+    for names in [("total_rf", "y"), ("total", "y_rf"), ("sum_pad", "out_pad")]:
+        other = kernel(names).script()
+        assert other.count("T.vectorized") == plain.script().count("T.vectorized")
+        assert other.count(" in range(") + other.count("T.grid(") == plain.script().count(
+            " in range("
+        ) + plain.script().count("T.grid(")
