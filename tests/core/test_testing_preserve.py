@@ -41,3 +41,10 @@ def test_wrong_pass_is_found() -> None:
 def test_unregistered_pass_needs_a_class() -> None:
     with pytest.raises(UsageError, match="not in the registry"):
         assert_pass_preserves(_wrong, max_examples=1)
+
+
+def test_a_pass_that_never_does_anything_is_not_taken_for_tested() -> None:
+    idle = tvm.transform.module_pass(lambda mod, ctx: mod, opt_level=0, name="Idle")
+    with pytest.raises(AssertionError, match=r"the pass changed none of [1-3] modules"):
+        assert_pass_preserves(idle, strategies.gated_mlp(), numerics=EXACT, max_examples=3)
+    assert_pass_preserves(idle, strategies.gated_mlp(), numerics=EXACT, max_examples=3, may_do_nothing=True)

@@ -34,8 +34,11 @@ def assert_pass_preserves(
     max_examples: int = 25,
     seed: int = 0,
     shrink: bool = True,
+    may_do_nothing: bool = False,
 ) -> None:
     """Check that a pass keeps results, is idempotent, gives well-formed modules and leaves its input alone.
+
+    A pass that changed none of the modules was not tested, and fails.
 
     Parameters
     ----------
@@ -50,15 +53,18 @@ def assert_pass_preserves(
         Of the modules and of their inputs.
     shrink : bool
         Whether hypothesis looks for a smaller module that fails, which takes some more builds.
+    may_do_nothing : bool
+        Whether it is right that no module has anything to change.
 
     Raises
     ------
     AssertionError
-        Naming entry, length, output, error and bound, with the seed and the module.
+        Naming entry, length, output, error and bound, with the seed and the module; or that no module changed.
     UsageError
         When no class is given and the registry has none.
     """
     held_to = numerics or _declared(pass_)
+    changed: list[bool] = []
     phases = [Phase.explicit, Phase.generate, *([Phase.shrink] if shrink else [])]
 
     @hypothesis_seed(seed)
@@ -73,30 +79,43 @@ def assert_pass_preserves(
     )
     @given(modules if modules is not None else all_modules())
     def prove(case: Case) -> None:
-        problem = find_problem(pass_, case, held_to, seed)
+        problem, acted = find_problem(pass_, case, held_to, seed)
+        changed.append(acted)
         if problem:
             raise AssertionError(
                 f"pass {pass_.info.name}: {problem}\nseed {seed}\n{case.mod.script(show_meta=False)}"
             ) from None
 
     prove()
+    if not may_do_nothing and not any(changed):
+        raise AssertionError(
+            f"pass {pass_.info.name}: the pass changed none of {len(changed)} modules\nseed {seed}\n"
+            "draw modules it has something to do in, or say may_do_nothing=True"
+        )
 
 
-def find_problem(pass_: tvm.transform.Pass, case: Case, numerics: Numerics, seed: int = 0) -> str:
-    """Return what a pass does wrong to one module, ``""`` when nothing."""
+def find_problem(pass_: tvm.transform.Pass, case: Case, numerics: Numerics, seed: int = 0) -> tuple[str, bool]:
+    """Return what a pass does wrong to one module, ``""`` when nothing, and whether it changed it."""
     saved = tvm.ir.save_json(case.mod)
     try:
         after = pass_(case.mod)
     except Exception as error:
-        return f"it fails: {reason(error)}"
+        return f"it fails: {reason(error)}", False
     if not structural_equal(case.mod, tvm.ir.load_json(saved)):
-        return "it changed its input module, which the caller may still hold"
+        return "it changed its input module, which the caller may still hold", True
     try:
         relax.analysis.well_formed(after)
     except Exception as error:
-        return f"the result is not well-formed: {reason(error)}"
+        return f"the result is not well-formed: {reason(error)}", True
     if structural_equal(case.mod, after):
-        return ""  # nothing to run: most passes leave most modules alone
+        return "", False  # nothing to run: most passes leave most modules alone
+    return _find_problem_in(pass_, case, after, numerics, seed), True
+
+
+def _find_problem_in(
+    pass_: tvm.transform.Pass, case: Case, after: tvm.ir.IRModule, numerics: Numerics, seed: int
+) -> str:
+    """Return what is wrong with what a pass made of a module, ``""`` when nothing."""
     model, execute = as_model(case.mod), HostExecutor()
     calls = make_calls(model, seed=seed, lengths=case.sizes)
     before = execute(model, calls)
