@@ -60,3 +60,9 @@ def test_targets_no_bundle_can_be_linked_for(tvmc, model, tmp_path, no_compilati
     code, _, err = tvmc("compile", model, "--target", target, "-o", tmp_path / "out")
     assert code == 3 and "cannot be linked yet" in err and target in err and "tvmc lint" in err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1", "1e300"])
+def test_time_limits_nobody_can_keep(tvmc, bundle, seconds):
+    code, _, err = tvmc("run", bundle, "--fill-mode", "ones", "--device", "host-process", "--timeout", seconds)
+    assert code == 2 and "time limit" in err and str(float(seconds)) in err and "Traceback" not in err

@@ -14,6 +14,9 @@ __all__ = ["DEVICES", "DeviceTensor", "Session", "open_session"]
 
 DEVICES = ("auto", "host", "host-process", "qemu", "rpc")
 
+#: Longest time limit (seconds): three years, which clocks and the board's 32-bit counters still hold.
+MAX_TIMEOUT_S = 1e8
+
 
 def open_session(
     bundle: Bundle | str | os.PathLike[str],
@@ -37,7 +40,7 @@ def open_session(
         contained; ``"qemu"`` user-mode QEMU; ``"rpc"`` a board; ``"auto"`` host for a bundle of this machine,
         else QEMU.
     timeout_s : float
-        Longest time of one call, in seconds; cannot be kept on ``"host"``.
+        Longest time of one call, in seconds, at most ``MAX_TIMEOUT_S``; cannot be kept on ``"host"``.
     address, key, tracker
         For ``"rpc"``: ``"host:port"`` of a TVM RPC server, or of a tracker with the key of the boards.
     cross_compiler : str, optional
@@ -48,14 +51,16 @@ def open_session(
     Raises
     ------
     UsageError
-        An unknown device, a bundle of another machine, no address.
+        An unknown device, no usable time limit, a bundle of another machine, no address.
     ToolchainMissing, ToolchainFailed
         The server could not be built, started or reached.
     """
     if device not in DEVICES:
         raise UsageError(f"unknown device `{device}`", f"devices: {', '.join(DEVICES)}")
-    if timeout_s <= 0:
-        raise UsageError(f"timeout_s = {timeout_s} must be positive")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise UsageError(
+            f"a time limit of {timeout_s} s cannot be kept", f"give one above 0, at most {MAX_TIMEOUT_S:g}"
+        )
     owned = not isinstance(bundle, Bundle)
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
     try:
