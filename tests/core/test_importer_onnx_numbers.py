@@ -77,3 +77,116 @@ def test_max_unpool_needs_a_known_output_shape():
     inputs = [("x", T.FLOAT, [1, 1, 2, 2]), ("i", T.INT64, [1, 1, 2, 2]), ("s", T.INT64, [4])]
     with pytest.raises(UnsupportedModel, match=r"MaxUnpool.*known at run time only"):
         from_onnx(model_of(node, inputs, [("y", T.FLOAT)], opset=11))
+
+
+POWERS = [(2, 10), (-3, 3), (7, 0), (0, 0), (1, 70), (-1, 71), (-1, -3), (2, -1), (3, 19), (0, 65)]
+
+
+@pytest.mark.parametrize("base,exponent", [("int64", "int64"), ("int32", "int32"), ("int32", "int64")])
+def test_integers_to_the_power_of_integers(base, exponent):
+    """Exact, in the base's type; what numpy refuses (negative exponents) rounds towards zero."""
+    x, y = (np.array(v, t) for v, t in zip(zip(*POWERS), (base, exponent)))
+    proto = model_of(
+        make("Pow", ["x", "y"], ["z"]),
+        [("x", getattr(T, base.upper()), ["n"]), ("y", getattr(T, exponent.upper()), ["n"])],
+        [("z", getattr(T, base.upper()))],
+    )
+    (out,) = run(proto, x=x, y=y)
+    assert out.dtype == base
+    np.testing.assert_array_equal(out, np.array([int(float(a) ** b) for a, b in POWERS], "int64").astype(base))
+
+
+@pytest.mark.parametrize("base,exponent", [("int32", "float32"), ("float32", "int64"), ("float32", "float32")])
+def test_powers_of_mixed_types(base, exponent):
+    x, y = np.array([2, 3, 9], base), np.array([2, 3, 1], exponent)
+    proto = model_of(
+        make("Pow", ["x", "y"], ["z"]),
+        [("x", h.np_dtype_to_tensor_dtype(x.dtype), [3]), ("y", h.np_dtype_to_tensor_dtype(y.dtype), [3])],
+        [("z", h.np_dtype_to_tensor_dtype(x.dtype))],
+    )
+    same_as_runtime(proto, x=x, y=y)
+
+
+@pytest.mark.parametrize("op_type", ["Equal", "And", "Or", "Xor", "Not"])
+def test_logic_of_booleans(op_type):
+    given = {"x": np.array([[1], [0]], bool), "y": np.array([1, 0, 1], bool)}
+    names = ["x"] if op_type == "Not" else ["x", "y"]
+    given = {name: given[name] for name in names}
+    inputs = [(name, T.BOOL, list(given[name].shape)) for name in names]
+    same_as_runtime(model_of(make(op_type, names, ["z"]), inputs, [("z", T.BOOL)]), **given)
+
+
+@pytest.mark.parametrize("op_type", ["ReduceMax", "ReduceMin"])
+def test_extremes_of_booleans(op_type):
+    x = np.array([[1, 1], [0, 1], [0, 0]], bool)
+    node = make(op_type, ["x", "a"], ["z"], keepdims=0)
+    proto = model_of(node, [("x", T.BOOL, [3, 2])], [("z", T.BOOL)], opset=20, a=np.array([1], "int64"))
+    same_as_runtime(proto, x=x)
+
+
+@pytest.mark.parametrize("opset", [13, 18])
+@pytest.mark.parametrize("shape", [[2, 5], ["n", 5]])
+def test_mean_of_integers(opset, shape):
+    """Keeps its type and rounds towards zero, also where the sum leaves int32."""
+    attrs, given = ({"axes": [0, -1]}, {}) if opset < 18 else ({}, {"a": np.array([0, -1], "int64")})
+    node = make("ReduceMean", ["x", *given], ["z"], keepdims=0, **attrs)
+    proto = model_of(node, [("x", T.INT32, shape)], [("z", T.INT32)], opset=opset, **given)
+    for value in (np.array([[3, -7, -5, 4, 0], [-9, 0, 0, 0, -3]], "int32"), np.full((2, 5), 2**31 - 2, "int32")):
+        (out,) = run(proto, x=value)
+        assert out.dtype == "int32"
+        assert out == np.trunc(value.mean(dtype="float64"))
+
+
+REDUCED = {
+    "ReduceL1": lambda x: np.abs(x).sum(),
+    "ReduceL2": lambda x: np.sqrt((x * x).sum()),
+    "ReduceSumSquare": lambda x: (x * x).sum(),
+    "ReduceLogSum": lambda x: np.log(x.sum()),
+    "ReduceLogSumExp": lambda x: np.log(np.exp(x).sum()),
+}
+
+
+@pytest.mark.parametrize("op_type,value", [("ReduceL1", 8.5), ("ReduceL2", 60), ("ReduceSumSquare", 3.5),
+                                           ("ReduceLogSum", 60), ("ReduceLogSumExp", 4)])  # fmt: skip
+def test_reductions_of_float16_sum_in_float32(op_type, value):
+    x = np.full((4096,), value, "float16")
+    (out,) = run(model_of(make(op_type, ["x"], ["z"]), [("x", T.FLOAT16, [4096])], [("z", T.FLOAT16)]), x=x)
+    assert out.dtype == "float16"
+    np.testing.assert_allclose(out, [REDUCED[op_type](x.astype("float64"))], rtol=1e-3)
+
+
+@pytest.mark.parametrize("op_type", [*REDUCED])
+def test_reductions_of_integers(op_type):
+    x = np.array([[3, 7, 5, 40]], "int32")
+    same_as_runtime(model_of(make(op_type, ["x"], ["z"]), [("x", T.INT32, [1, 4])], [("z", T.INT32)]), x=x)
+
+
+@pytest.mark.parametrize(
+    "source,kind", [("float32", k) for k in (T.INT64, T.FLOAT16, T.BOOL, None)] + [("bool", T.FLOAT)]
+)
+def test_eye_like_of_another_type(source, kind):
+    attrs = {"k": 1} if kind is None else {"k": 1, "dtype": kind}
+    (out,) = run(
+        model_of(
+            make("EyeLike", ["x"], ["z"], **attrs),
+            [("x", h.np_dtype_to_tensor_dtype(np.dtype(source)), [3, 4])],
+            [("z", kind or T.FLOAT)],
+        ),
+        x=np.zeros((3, 4), source),
+    )
+    expected = np.eye(3, 4, 1, dtype=h.tensor_dtype_to_np_dtype(kind or T.FLOAT))
+    assert out.dtype == expected.dtype
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("other,told", [("m", "sizes n and m meet at axis 0"), (5, "sizes n and 5 meet at axis 0")])
+def test_sizes_that_may_not_broadcast_are_named(other, told):
+    inputs = [("x", T.FLOAT, ["n", 4]), ("y", T.FLOAT, [other, 4])]
+    with pytest.raises(UnsupportedModel, match=rf"(?s)Add.*{told}.*--input-shapes"):
+        from_onnx(model_of(make("Add", ["x", "y"], ["z"]), inputs, [("z", T.FLOAT)]))
+
+
+def test_one_symbol_broadcasts():
+    x, y = np.ones((2, 4), "float32"), np.full((1, 2, 1), 2, "float32")
+    inputs = [("x", T.FLOAT, ["n", 4]), ("y", T.FLOAT, [1, "n", 1])]
+    same_as_runtime(model_of(make("Add", ["x", "y"], ["z"]), inputs, [("z", T.FLOAT)]), x=x, y=y)

@@ -20,13 +20,24 @@ from crossloom.importers.onnx_attention import ATTENTION
 from crossloom.importers.onnx_branches import DOMAIN, SELECT
 from crossloom.importers.onnx_check import LOOPS, describe, reads
 from crossloom.importers.onnx_contrib import NORMS, Call, Converter
+from crossloom.importers.onnx_elementwise import BROADCASTS, ELEMENTWISE, check_broadcast
 from crossloom.importers.onnx_evaluators import evaluate
 from crossloom.importers.onnx_gather import GATHERS
 from crossloom.importers.onnx_pool import POOLS
+from crossloom.importers.onnx_reduce import REDUCTIONS
 from crossloom.importers.onnx_resize import RESIZES
 from crossloom.importers.onnx_symbolic import ShapeMath, Value
 
-CONVERTERS: dict[tuple[str, str], Converter] = {**NORMS, **AFFINE, **ATTENTION, **GATHERS, **RESIZES, **POOLS}
+CONVERTERS: dict[tuple[str, str], Converter] = {
+    **NORMS,
+    **AFFINE,
+    **ATTENTION,
+    **GATHERS,
+    **RESIZES,
+    **POOLS,
+    **REDUCTIONS,
+    **ELEMENTWISE,
+}
 _FROM_TVM_MICROSOFT = ("FastGelu", "BiasGelu", "Gelu", "Attention", "EmbedLayerNormalization")
 #: TVM's converter table holds com.microsoft names too; these are not the standard's operator of that name.
 _NOT_STANDARD = ("FastGelu", "BiasGelu", "Attention", "EmbedLayerNormalization", "SkipLayerNormalization")
@@ -141,6 +152,8 @@ class Importer(frontend.ONNXGraphImporter):
         if domain == "" and self._shape_arithmetic(node, where):
             return
         self._materialise(reads(node))
+        if domain == "" and node.op_type in BROADCASTS:
+            check_broadcast(self.math, where, [self._nodes[n] if n else None for n in node.input])
         converter = CONVERTERS.get((domain, node.op_type))
         if converter is not None:
             arrays = [self.constants.get(n, self.weights.get(n)) if n else None for n in node.input]
