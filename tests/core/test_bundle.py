@@ -25,7 +25,7 @@ from tvm import relax as rx
 from crossloom.bundle import Bundle, write_bundle
 from crossloom.bundle.archive import unpack
 from crossloom.bundle.link import arch_of, find_compiler, host_arch
-from crossloom.bundle.manifest import is_safe
+from crossloom.bundle.manifest import digest, is_safe
 from crossloom.bundle.weights import map_weights, write_weights
 from crossloom.errors import (
     CrossloomError,
@@ -242,14 +242,23 @@ def test_executable_and_model_must_agree(compiled, tmp_path) -> None:
             write_bundle(tmp_path / "b", executable=executable, model=other, target=TARGET)
 
 
-def edit(**changes: Any) -> Callable[[Path], None]:
+def edit(seal: bool = False, **changes: Any) -> Callable[[Path], None]:
+    """Change the manifest; `seal` makes its sha256 fit."""
+
     def apply(folder: Path) -> None:
         data = json.loads((folder / "manifest.json").read_text())
         for key, value in changes.items():
             data[key] = value(data[key]) if callable(value) else value
+        if seal:
+            data["sha256"] = digest({k: v for k, v in data.items() if k != "sha256"})
         (folder / "manifest.json").write_text(json.dumps(data))
 
     return apply
+
+
+def spec(**changes: Any) -> Callable[[Path], None]:
+    """Change the first entry's only input."""
+    return edit(entries=lambda e: [{**e[0], "inputs": [{**e[0]["inputs"][0], **changes}]}, *e[1:]])
 
 
 def flip(name: str) -> Callable[[Path], None]:
@@ -283,13 +292,23 @@ def link_folder(folder: Path) -> None:
         (lambda f: (f / "ledger.json").write_text("[1]"), "3 bytes, not 2"),
         (flip("weights.safetensors"), "weights.safetensors` has changed"),
         (flip("lib.so"), "lib.so` has changed"),
-        (edit(format=2), "format 2, this crossloom reads format 1"),
+        (edit(format=1), "format 1, this crossloom reads format 2"),
         (edit(format="1"), "format '1'"),
         (edit(entries=3), "TypeError"),
         (edit(entries=lambda e: [*e, e[0]]), "entry `vision` twice"),
         (edit(target={}), "KeyError"),
         (edit(weights={}), "takes weight `a.bias`, which is not listed"),
-        (edit(weights={"a.bias": "zz", "b.bias": "a.bias"}), "stored as `zz`"),
+        (edit(seal=True, weights={"a.bias": "zz", "b.bias": "a.bias"}), "stored as `zz`"),
+        (edit(entries=[]), "it has no entry"),
+        (edit(sha256=None), "manifest.json has changed"),
+        (edit(entries=lambda e: [{**e[0], "name": "sight"}, *e[1:]]), "manifest.json has changed"),
+        (edit(entries=lambda e: [{**e[0], "outputs": 2 * e[0]["outputs"]}, *e[1:]]), "manifest.json has changed"),
+        (spec(dtype="float33"), "`x` has the unknown type `float33`"),
+        (spec(dtype="object"), "`x` has the unknown type `object`"),
+        (spec(dtype="finfo"), "`x` has the unknown type `finfo`"),
+        (spec(dtype="float16"), "manifest.json has changed"),
+        (spec(shape=["n", 3, 1]), "manifest.json has changed"),
+        (spec(shape=["n", 10**30]), f"dimension {10**30} of `x` is too large"),
         (edit(parts=lambda p: p[:1]), "`weights.safetensors` is not listed"),
         (edit(parts=lambda p: [*p, p[0]]), "listed twice"),
         (edit(parts=lambda p: [*p, {**p[0], "path": "../x"}]), "`../x` is not a plain relative path"),

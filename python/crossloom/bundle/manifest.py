@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -9,15 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
 from crossloom.errors import UsageError
 from crossloom.model import Entry, TensorSpec
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 LIBRARY = "lib.so"
 WEIGHTS = "weights.safetensors"
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_DTYPE = re.compile(r"[a-z][a-z0-9_]*")
+_MAX_DIMENSION = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``manifest.json`` says.
+    """What ``manifest.json`` says; the file ends with the sha256 of all else in it.
 
     Attributes
     ----------
@@ -74,19 +80,17 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the text of ``manifest.json``."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "versions": self.versions,
-                "name": self.name,
-                "target": {"name": self.target, "arch": self.arch, "tvm": dict(self.tvm_target)},
-                "modalities": self.modalities,
-                "entries": [_entry_to_json(entry) for entry in self.entries.values()],
-                "weights": self.weights,
-                "parts": [{"path": p.path, "bytes": p.size_bytes, "sha256": p.sha256} for p in self.parts],
-            },
-            indent=1,
-        )
+        data = {
+            "format": FORMAT,
+            "versions": self.versions,
+            "name": self.name,
+            "target": {"name": self.target, "arch": self.arch, "tvm": dict(self.tvm_target)},
+            "modalities": self.modalities,
+            "entries": [_entry_to_json(entry) for entry in self.entries.values()],
+            "weights": self.weights,
+            "parts": [{"path": p.path, "bytes": p.size_bytes, "sha256": p.sha256} for p in self.parts],
+        }
+        return json.dumps(data | {"sha256": digest(data)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
@@ -119,6 +123,9 @@ class Manifest:
         except (KeyError, TypeError, ValueError, AttributeError) as err:
             raise damaged(where, f"{MANIFEST}: {type(err).__name__} {err}") from err
         manifest._check(where)
+        # Last, for the checks before it say more.
+        if data.get("sha256") != digest({key: value for key, value in data.items() if key != "sha256"}):
+            raise damaged(where, f"the content of {MANIFEST} has changed (sha256)")
         return manifest
 
     def _check(self, where: str) -> None:
@@ -134,6 +141,8 @@ class Manifest:
         for part in self.parts:
             if part.size_bytes < 0 or not _SHA256.fullmatch(part.sha256):
                 raise damaged(where, f"size or sha256 of part `{part.path}`")
+        if not self.entries:
+            raise damaged(where, "it has no entry")
         for entry in self.entries.values():
             for weight in entry.weights:
                 if weight not in self.weights:
@@ -143,6 +152,12 @@ class Manifest:
 def damaged(where: str, what: str) -> UsageError:
     """Return the error for a bundle that is not what it should be."""
     return UsageError(f"{where} is not a usable bundle: {what}", "write it again with `tvmc compile`")
+
+
+def digest(data: Mapping[str, Any]) -> str:
+    """Return the sha256 of a manifest's content, however it is spaced; hexadecimal."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def is_safe(path: str) -> bool:
@@ -204,8 +219,24 @@ def _from_dict(data: Mapping[str, Any]) -> Manifest:
 
 
 def _spec(item: Mapping[str, Any]) -> TensorSpec:
+    name, dtype = _text(item["name"]), _text(item["dtype"])
     shape = tuple(dim if isinstance(dim, str) else _count(dim) for dim in item["shape"])
-    return TensorSpec(_text(item["name"]), shape, _text(item["dtype"]))
+    for dim in shape:
+        if isinstance(dim, int) and dim > _MAX_DIMENSION:
+            raise ValueError(f"dimension {dim} of `{name}` is too large")
+    if not _is_dtype(dtype):
+        raise ValueError(f"`{name}` has the unknown type `{dtype}`")
+    return TensorSpec(name, shape, dtype)
+
+
+def _is_dtype(name: str) -> bool:
+    if not _DTYPE.fullmatch(name):
+        return False
+    try:
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+    except TypeError:
+        return False
+    return dtype.name == name and (dtype.kind in "biufc" or hasattr(ml_dtypes, name))
 
 
 def _text(value: object) -> str:
