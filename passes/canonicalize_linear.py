@@ -5,7 +5,7 @@
 
 Fires for a rank-2 weight (parameter or constant, casts of them), transposed or not, with an optional bias of one
 value per output (leading axes of size 1 allowed) on either side of the sum, the leading axes of x flattened in
-front and restored behind; ``R.take`` of rows of a weight becomes ``crossloom.embedding``.
+front and restored behind; ``R.take`` of rows of a weight becomes ``crossloom.embedding`` with the take's ``mode``.
 Never for products of two activations (``R.matmul`` of rank > 2 right operands: attention), nor when the bias
 widens the product's shape.
 
@@ -124,7 +124,7 @@ def _match_rows(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     flat = graph.call(take.args[1], "relax.reshape")
     if not isinstance(found, Match) or flat is None or not same_dims(dims(flat.args[0]) or (), behind[1]):
         return None
-    return matched(graph, root, {"weight": found["weight"], "ids": flat.args[0]})
+    return matched(graph, root, {"weight": found["weight"], "ids": flat.args[0]}, **found.facts)
 
 
 def _match_embedding(graph: Graph, root: relax.Var) -> Match | Verdict | None:
@@ -136,7 +136,7 @@ def _match_embedding(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     axis = call.attrs.axis
     if axis is None or int(axis) % 2 != 0:
         return refuse("not-a-row-lookup", getattr(table, "name", ""), f"axis {axis}")
-    return matched(graph, root, {"weight": table, "ids": ids})
+    return matched(graph, root, {"weight": table, "ids": ids}, mode=str(call.attrs.mode))
 
 
 def _linear(site: Site) -> relax.Expr:
@@ -144,7 +144,7 @@ def _linear(site: Site) -> relax.Expr:
 
 
 def _embedding(site: Site) -> relax.Expr:
-    return replay(site, "crossloom.embedding")
+    return replay(site, "crossloom.embedding", {"mode": site.match.facts["mode"]})
 
 
 def linear_rules() -> list[Rule]:

@@ -99,6 +99,8 @@ def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
         return None
     if not gate["x"].same_as(up["x"]):
         return refuse("gate-and-up-read-different-values", getattr(up["x"], "name", ""))
+    if not same_dims(dims(value) or (), dims(other) or ()):
+        return refuse("gate-and-up-differ-in-shape", getattr(value, "name", ""), "one is stretched over the other")
     layers = {"gate": gate, "up": up, "down": down}
     captures = {"x": gate["x"]}
     for name, layer in layers.items():

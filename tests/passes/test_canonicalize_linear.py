@@ -68,7 +68,7 @@ def test_golden_linear_and_embedding():
     class Expected:
         @R.function(private=True)
         def embedding(weight: R.Tensor((7, 4), "float32"), ids: R.Tensor(("n",), "int64")):
-            R.func_attr({"Composite": "crossloom.embedding"})
+            R.func_attr({"Composite": "crossloom.embedding", "crossloom.mode": "fast"})
             with R.dataflow():
                 x = R.take(weight, ids, axis=0)
                 R.output(x)
@@ -175,6 +175,12 @@ def test_lookup_flattened_and_by_column():
     assert np.array_equal(run_module(out, "main", [ids, w])[0], w[ids])
     out, found, codes = canonicalized(module(lambda e, i, w: op.take(w, i, 1), [((2,), "int64"), (7, 4)]))
     assert not found and codes == {"not-a-row-lookup"}
+
+
+@pytest.mark.parametrize("mode", ["fast", "clip", "wrap"])
+def test_a_lookup_keeps_what_it_does_out_of_range(mode):
+    _, found, _ = canonicalized(module(lambda e, i, w: op.take(w, i, 0, mode=mode), [((2,), "int64"), (7, 4)]))
+    assert composite_attrs(found["crossloom.embedding"])["mode"] == mode
 
 
 def test_two_entries_share_one_function():

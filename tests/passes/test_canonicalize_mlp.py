@@ -135,6 +135,18 @@ def test_refused_blocks_keep_their_parts(build, code):
         assert worst_error(before, after) < 1e-5
 
 
+def test_a_gate_of_one_column_is_no_gated_mlp():
+    bb = relax.BlockBuilder()
+    shapes = {"x": (3, 8), "a": (8, 1), "b": (8, 16), "down": (16, 8)}
+    params = [relax.Var(name, relax.TensorType(shape, "float32")) for name, shape in shapes.items()]
+    with bb.function("decode", params, attrs={"num_input": 1}):
+        x, a, b, down = params
+        gate, up = bb.emit(op.matmul(x, a)), bb.emit(op.matmul(x, b))
+        bb.emit_func_output(bb.emit(op.matmul(bb.emit(op.multiply(silu(bb.emit, gate), up)), down)))
+    _, found, codes = apply(bb.get())
+    assert "gate-and-up-differ-in-shape" in codes and "crossloom.gated_mlp" not in found
+
+
 def test_golden_gated_mlp():
     @I.ir_module
     class Before:
