@@ -141,7 +141,7 @@ def fold_weights(model: Model) -> Model:
         new_vars: dict[relax.Var, relax.Var] = {}
         names: list[str] = []
         for var in roots:
-            array = np.ascontiguousarray(folded[var])
+            array = np.asarray(folded[var], order="C")
             key = (str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).digest())
             if key not in by_content:
                 by_content[key] = next(free_names)

@@ -77,8 +77,8 @@ class HostExecutor:
             keys = model.entries[call.entry].weights if call.entry in model.entries else ()
             for key in keys:
                 if key not in placed:
-                    placed[key] = tvm.runtime.tensor(np.ascontiguousarray(model.params[key]))
-            given = [tvm.runtime.tensor(np.ascontiguousarray(x)) for x in call.inputs]
+                    placed[key] = tvm.runtime.tensor(np.asarray(model.params[key], order="C"))
+            given = [tvm.runtime.tensor(np.asarray(x, order="C")) for x in call.inputs]
             found.append(list(flatten(machine[call.entry](*given, *(placed[key] for key in keys)))))
         return found
 

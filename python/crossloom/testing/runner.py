@@ -123,7 +123,7 @@ def run_module(mod: tvm.ir.IRModule, entry: str, inputs: Sequence[np.ndarray]) -
     [array([2., 4.], dtype=float32)]
     """
     check_call(mod, entry, len(inputs))
-    tensors = [tvm.runtime.tensor(np.ascontiguousarray(x)) for x in inputs]
+    tensors = [tvm.runtime.tensor(np.asarray(x, order="C")) for x in inputs]
     return list(flatten(_machine(mod)[entry](*tensors)))
 
 
