@@ -571,10 +571,10 @@ def test_every_entry_is_treated():
 
 
 @pytest.mark.parametrize(
-    ("part", "axes", "pair_equal"), [("prefill", "1d", True), ("decode", "1d", True), ("vision", "given", False)]
+    ("part", "axes", "pair_equal"), [("prefill", "1d", True), ("decode", "1d", True), ("vision", "2d", True)]
 )
 def test_reference_model(part, axes, pair_equal):
-    """shapes3: positions are inputs of the decoder; the vision tower's tables are weights, unknown to a pass."""
+    """shapes3: positions are inputs of the decoder; the vision tower turns by row and column, its tables constants."""
     with resources.as_file(resources.files("crossloom.models") / "shapes3") as models:
         out, _ = canonicalized(from_onnx(models / f"{part}.onnx").mod)
     found = rotary_facts(out)
