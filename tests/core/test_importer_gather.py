@@ -83,6 +83,38 @@ def test_onnx_gather_elements_and_nd(rows, silent):
     np.testing.assert_array_equal(b, TABLE[[0, 3, 3, 0], [0, 2, 2, 0]])
 
 
+@pytest.mark.parametrize("kind", [T.FLOAT, T.INT64])
+def test_gathers_from_an_axis_that_is_empty_at_run_time_read_nothing(kind, silent):
+    """What they return is defined, the same wherever they look; a read outside would find what lies there."""
+    nodes = [
+        h.make_node("Gather", ["x", "k"], ["a"]),
+        h.make_node("GatherElements", ["x", "i"], ["b"], axis=0),
+        h.make_node("GatherND", ["x", "j"], ["c"]),
+        h.make_node("Gather", ["x", "zero"], ["d"]),
+    ]
+    inputs = [("x", kind, ["v", 3]), ("k", T.INT64, [3]), ("i", T.INT64, [2, 3]), ("j", T.INT64, [4, 1])]
+    init = [nh.from_array(np.array([0]), "zero")]
+    model = from_onnx(onnx_model(nodes, inputs, [(n, kind, None) for n in "abcd"], init))
+    table = TABLE.astype("float32" if kind == T.FLOAT else "int64")
+    ids = [np.array([0, -1, 9]), np.array([[0, -1, 99], [-99, 3, -4]]), np.array([[0], [-1], [99], [-99]])]
+    none = np.nan if kind == T.FLOAT else 0
+    # The first rows of a larger tensor: what a read behind them would find is known, and not what is returned.
+    full = tvm.runtime.tensor(table)
+    empty = full._create_view((0, 3))
+    vm = relax.VirtualMachine(tvm.compile(model.mod, target=tvm.target.Target({"kind": "llvm"})), tvm.cpu())
+    given = [tvm.runtime.tensor(array) for array in ids]
+    a, b, c, d = (out.numpy() for out in vm["main"](empty, *given))
+    np.testing.assert_array_equal(a, np.full((3, 3), none))
+    np.testing.assert_array_equal(b, np.zeros((2, 3)))
+    np.testing.assert_array_equal(c, np.zeros((4, 3)))
+    np.testing.assert_array_equal(d, np.full((1, 3), none))
+    a, b, c, d = (out.numpy() for out in vm["main"](full, *given))
+    np.testing.assert_array_equal(a, table[[0, 3, 3]])
+    np.testing.assert_array_equal(b, np.take_along_axis(table, np.array([[0, 3, 3], [0, 3, 0]]), 0))
+    np.testing.assert_array_equal(c, table[[0, 3, 3, 0]])
+    np.testing.assert_array_equal(d, table[:1])
+
+
 def test_onnx_scatters_write_inside():
     nodes = [h.make_node("ScatterElements", ["x", "i", "u"], ["a"]), h.make_node("ScatterND", ["x", "j", "v"], ["b"])]
     inputs = [("x", T.FLOAT, [4, 3]), ("i", T.INT64, [1, 3]), ("u", T.FLOAT, [1, 3])]

@@ -2,7 +2,9 @@
 
 TVM reads and writes through an index unchecked, so that a wrong token id ends the process.  Here an index
 beyond the last element reads (or writes) the last one and an index before the first reads the first, after
-those that count from the end (``-n .. -1``) are resolved where the source format allows them.
+those that count from the end (``-n .. -1``) are resolved where the source format allows them.  An axis whose
+size at run time may be 0 has no such element: a gather from it reads nothing then and returns NaN, or 0 where
+that is no number of the type or TVM's operator has no way to say so.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import tvm
-import tvm_ffi
 from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from .onnx_symbolic import ShapeMath
 from .unused import drop_unused
 
 op = relax.op
@@ -56,6 +58,8 @@ def bounded(emit: Emit, indices: Any, sizes: Sequence[Any], *, from_end: bool) -
     relax.Expr
         Constants stay constants; indices known to be in range are returned as they are.
     """
+    if isinstance(indices, tvm.ir.GenericConst) and not indices.value.numpy().any():
+        return indices
     dtype = str(indices.ty.dtype)
     fixed = all(isinstance(size, int) for size in sizes)
     if isinstance(indices, tvm.ir.GenericConst) and fixed:
@@ -82,12 +86,32 @@ def bounded(emit: Emit, indices: Any, sizes: Sequence[Any], *, from_end: bool) -
     return emit(op.maximum(emit(op.minimum(indices, last)), zero))
 
 
+def may_be_empty(size: Any) -> bool:
+    """Whether a size, fixed or made of symbols that are at least 0, can be 0."""
+    return size == 0 if isinstance(size, int) else not ShapeMath().proves(size > 0)
+
+
+def padded(emit: Emit, x: Any, axes: Sequence[int]) -> Any:
+    """Return a tensor with one element of zeros behind each axis that may be empty; the others are not copied."""
+    for axis in axes:
+        sizes = known_sizes(x) or []
+        if may_be_empty(sizes[axis]):
+            sizes[axis] = 1
+            x = emit(op.concat([x, emit(op.zeros(sizes, str(x.ty.dtype)))], axis))
+    return x
+
+
 def safe_take(emit: Emit, x: Any, indices: Any, axis: int, *, from_end: bool) -> relax.Call:
     """Return ``take`` along one axis; indices as in :func:`bounded`, whose upper bound ``take`` applies itself."""
     sizes = known_sizes(x)
     if sizes is None:
         raise ValueError("a gather from a tensor of unknown shape")
     size = sizes[axis]
+    if may_be_empty(size):
+        indices = bounded(emit, indices, [size], from_end=from_end)
+        if str(x.ty.dtype) in ("float16", "bfloat16", "float32", "float64"):
+            return op.take(x, indices, axis, mode="nan")
+        return op.take(padded(emit, x, [axis]), indices, axis, mode="clip")
     if isinstance(indices, tvm.ir.GenericConst) and isinstance(size, int):
         indices = bounded(emit, indices, [size], from_end=from_end)
     elif from_end and not str(indices.ty.dtype).startswith("uint"):
@@ -123,19 +147,24 @@ class _Bounder(PyExprMutator):
         args = list(call.args)
         # TVM's own scatters count from the end already.
         scatters = name.startswith("relax.scatter_")
+        emit = self.builder_.emit
         if name in ("relax.gather_elements", "relax.scatter_elements"):
-            args[1] = self._bound(indices, [sizes[int(call.attrs.axis)]], scatters)
+            axis = int(call.attrs.axis)
+            args[1] = self._bound(indices, [sizes[axis]], scatters)
+            args[0] = data if scatters else padded(emit, data, [axis])
         elif name in ("relax.gather_nd", "relax.scatter_nd"):
             columns = known_sizes(indices)
             first = int(call.attrs.batch_dims) if name == "relax.gather_nd" else 0
             if columns is None or not isinstance(columns[-1], int):
                 return call
             args[1] = self._bound(indices, sizes[first : first + columns[-1]], scatters)
+            args[0] = data if scatters else padded(emit, data, range(first, first + columns[-1]))
         else:
             fields = self._fields(indices)
             if any("int" not in str(field.ty.dtype) for field in fields):
                 return call
             args[1] = relax.Tuple([self._bound(field, [sizes[axis]]) for axis, field in enumerate(fields)])
+            args[0] = padded(emit, data, range(len(fields))) if name == "relax.index_tensor" else data
         if all(new.same_as(old) for new, old in zip(args, call.args)):
             return call
         return relax.Call(call.op, args, call.attrs, call.ty_args)
@@ -154,19 +183,20 @@ class _Bounder(PyExprMutator):
         return bounded(self.builder_.emit, indices, sizes, from_end=self.from_end or scatters)
 
     def _is_bounded(self, indices: relax.Expr, sizes: list[Any]) -> bool:
-        """Recognise what :func:`bounded` emits for the same sizes, so that a second run changes nothing."""
+        """Recognise what :func:`bounded` emits for sizes no larger, so that a second run changes nothing."""
         upper = self._operand(indices, "relax.maximum", 0)
         last = (
             self._operand(upper, "relax.minimum", 1) if self._zero(self._operand(indices, "relax.maximum", 1)) else None
         )
         if isinstance(last, tvm.ir.GenericConst) and all(isinstance(size, int) for size in sizes):
-            return bool(np.array_equal(last.value.numpy().reshape(-1), np.maximum(np.array(sizes) - 1, 0)))
+            highest = last.value.numpy().reshape(-1)
+            return highest.size == len(sizes) and bool(np.all(highest <= np.maximum(np.array(sizes) - 1, 0)))
         shape = self._operand(last, "relax.subtract", 0)
         shape = self._operand(shape, "relax.reshape", 0) if len(sizes) == 1 else shape
         shape = self._operand(shape, "relax.shape_to_tensor", 0)
         if not isinstance(shape, relax.ShapeExpr) or len(shape.values) != len(sizes):
             return False
-        return all(_same(a, b) for a, b in zip(shape.values, sizes))
+        return all(ShapeMath().proves(a <= b) for a, b in zip(shape.values, sizes))
 
     def _operand(self, expr: Any, name: str, index: int) -> Any:
         value = self.lookup_binding(expr) if isinstance(expr, relax.Var) else expr
@@ -184,13 +214,6 @@ class _Bounder(PyExprMutator):
         if isinstance(value, relax.Tuple):
             return list(value.fields)
         return [self.builder_.emit(relax.TupleGetItem(indices, i)) for i in range(len(indices.ty.fields))]
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two sizes are the same integer or the same expression."""
-    if isinstance(b, int):
-        return isinstance(a, tirx.IntImm) and int(a.value) == b
-    return bool(tvm_ffi.structural_equal(a, b))
 
 
 def bound_gathers(mod: tvm.IRModule, *, from_end: bool) -> tvm.IRModule:

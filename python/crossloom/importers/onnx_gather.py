@@ -12,7 +12,7 @@ import tvm
 from tvm import relax
 
 from crossloom.errors import UnsupportedModel
-from crossloom.importers.gather import bounded, known_sizes, safe_take, size_tensor
+from crossloom.importers.gather import bounded, known_sizes, padded, safe_take, size_tensor
 from crossloom.importers.onnx_contrib import Call, Converter, dtype_of
 
 op = relax.op
@@ -65,7 +65,8 @@ def gather_elements(c: Call) -> list[Any]:
     (x, sizes), indices = _data(c), _indices(c)
     axis = _axis(c, len(sizes))
     _refuse_empty(c, sizes[axis], indices)
-    return [c.emit(op.gather_elements(x, bounded(c.emit, indices, [sizes[axis]], from_end=True), axis))]
+    at = bounded(c.emit, indices, [sizes[axis]], from_end=True)
+    return [c.emit(op.gather_elements(padded(c.emit, x, [axis]), at, axis))]
 
 
 def gather_nd(c: Call) -> list[Any]:
@@ -82,7 +83,7 @@ def gather_nd(c: Call) -> list[Any]:
         _refuse_empty(c, limit, indices)
     at = bounded(c.emit, indices, limits, from_end=True) if limits else indices
     at = at if dtype_of(at) == "int64" else c.emit(op.astype(at, "int64"))
-    return [c.emit(op.gather_nd(x, at, first))]
+    return [c.emit(op.gather_nd(padded(c.emit, x, range(first, first + columns[-1])), at, first))]
 
 
 def one_hot(c: Call) -> list[Any]:
