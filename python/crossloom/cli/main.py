@@ -18,7 +18,7 @@ import typer
 from crossloom import __version__
 from crossloom.errors import CrossloomError, CrossloomWarning, InternalError, ToolchainFailed
 
-from . import compile, doctor, explain, inspect, lint, passes, run, targets, verify
+from . import compile, doctor, explain, inspect, interrupt, lint, passes, run, targets, verify
 from .plugins import load_plugins
 
 USAGE, INTERNAL, INTERRUPTED = 2, 70, 130
@@ -116,6 +116,8 @@ def execute(arguments: Sequence[str]) -> int:
         command = typer.main.get_command(build_app())
         result = command.main(args=given, prog_name="tvmc", standalone_mode=False)
         sys.stdout.flush()
+        if result == INTERRUPTED:  # Typer makes a number of the interrupt
+            raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except typer.Exit as stop:
         return stop.exit_code
@@ -158,6 +160,7 @@ def execute(arguments: Sequence[str]) -> int:
 def main() -> None:
     """Run ``tvmc`` as a program."""
     warnings.showwarning = _show_warning
+    interrupt.install()
     sys.exit(execute(sys.argv[1:]))
 
 
