@@ -190,3 +190,67 @@ def test_one_symbol_broadcasts():
     x, y = np.ones((2, 4), "float32"), np.full((1, 2, 1), 2, "float32")
     inputs = [("x", T.FLOAT, ["n", 4]), ("y", T.FLOAT, [1, "n", 1])]
     same_as_runtime(model_of(make("Add", ["x", "y"], ["z"]), inputs, [("z", T.FLOAT)]), x=x, y=y)
+
+
+def test_a_split_fixes_its_axis():
+    """The caller's upper bound of a symbol that is now a number goes; one too small is refused."""
+    node = make("Split", ["x", "parts"], ["a", "b"], axis=-1)
+    inputs = [("x", T.FLOAT, ["n", "m + 1"]), ("u", T.FLOAT, ["m"])]
+    proto = model_of(node, inputs, [("a", T.FLOAT), ("b", T.FLOAT)], parts=np.array([2, 3], "int64"))
+    entry = from_onnx(proto, upper_bounds={"m": 8, "n": 3}).entries["main"]
+    assert [spec.shape for spec in entry.inputs] == [("n", 5), (4,)]
+    assert [spec.shape for spec in entry.outputs] == [("n", 2), ("n", 3)]
+    assert entry.upper_bounds == {"n": 3}
+    x, u = np.arange(10, dtype="float32").reshape(2, 5), np.zeros(4, "float32")
+    same_as_runtime(proto, x=x, u=u)
+    with pytest.raises(UnsupportedModel, match="'m' is at most 3, but the graph needs 4"):
+        from_onnx(proto, upper_bounds={"m": 3})
+
+
+def two(first, second, outputs, **constants):
+    """Return a model of two nodes that both read x (n)."""
+    typed = [h.make_tensor_value_info(name, kind, None) for name, kind in outputs]
+    init = [nh.from_array(np.array(value), name) for name, value in constants.items()]
+    inputs = [h.make_tensor_value_info("x", T.FLOAT, ["n"])]
+    graph = h.make_graph([first, second], "g", inputs, typed, init)
+    return h.make_model(graph, opset_imports=[h.make_opsetid("", 18)], ir_version=8)
+
+
+SPLIT = make("Split", ["x", "parts"], ["a", "b"])
+PARTS = np.array([2, 3], "int64")
+
+
+def test_a_fixed_size_is_known_to_the_other_nodes():
+    """``x (n) + w (5)`` is refused by itself; a Split of x makes n 5."""
+    outputs = [(name, T.FLOAT) for name in "abc"]
+    proto = two(SPLIT, make("Add", ["x", "w"], ["c"]), outputs, parts=PARTS, w=np.arange(5, dtype="float32"))
+    same_as_runtime(proto, x=np.ones(5, "float32"))
+
+
+def test_what_the_graph_asks_of_one_size_must_agree():
+    outputs = [("a", T.FLOAT), ("b", T.FLOAT), ("c", T.FLOAT)]
+    other = make("Split", ["x", "more"], ["c", "d"])
+    with pytest.raises(UnsupportedModel, match=r"Split.*needs an axis of size 6, which"):
+        from_onnx(two(SPLIT, other, [*outputs, ("d", T.FLOAT)], parts=PARTS, more=np.array([3, 3], "int64")))
+    with pytest.raises(UnsupportedModel, match=r"TopK.*takes 6 elements of an axis of size 5"):
+        from_onnx(two(SPLIT, make("TopK", ["x", "k"], ["c", "i"]), outputs, parts=PARTS, k=np.array([6], "int64")))
+
+
+@pytest.mark.parametrize("size,least", [("n", 4), ("n + 1", 3)])
+def test_top_k_bounds_its_axis(size, least):
+    node = make("TopK", ["x", "k"], ["v", "i"], axis=0)
+    inputs = [("x", T.FLOAT, [size]), ("u", T.FLOAT, ["n"])]
+    proto = model_of(node, inputs, [("v", T.FLOAT), ("i", T.INT64)], k=np.array([4], "int64"))
+    assert from_onnx(proto).entries["main"].lower_bounds == {"n": least}
+
+
+@pytest.mark.parametrize("indices,least", [([0, 6], 7), ([-1, 2], 3), ([-5], 5), ([-1], 1)])
+def test_a_gather_bounds_its_axis(indices, least):
+    proto = model_of(
+        make("Gather", ["x", "i"], ["y"], axis=1),
+        [("x", T.FLOAT, [2, "n"])],
+        [("y", T.FLOAT)],
+        i=np.array(indices, "int64"),
+    )
+    assert from_onnx(proto).entries["main"].lower_bounds == {"n": least}
+    same_as_runtime(proto, x=np.arange(2 * least, dtype="float32").reshape(2, least))

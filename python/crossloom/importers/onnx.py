@@ -15,6 +15,7 @@ from tvm import relax
 from crossloom.errors import UnsupportedModel
 from crossloom.importers import onnx_check, onnx_convert
 from crossloom.importers.gather import bound_gathers
+from crossloom.importers.onnx_bounds import narrowed
 from crossloom.importers.onnx_branches import flatten_branches
 from crossloom.importers.onnx_load import WEIGHT_TYPES, WIDENED, has_nan, load, read_tensor
 from crossloom.importers.onnx_quantized import fold_dequantize, fold_matmul_nbits
@@ -54,7 +55,8 @@ def from_onnx(
     Model
         Initializers become weights, except integers and scalars, which are inlined.  An initializer that is
         also a graph input stays an input; its default is ``model.params[<input name>]``, a key that no
-        entry lists among its weights.
+        entry lists among its weights.  Symbolic dimensions that the graph's constants fix are fixed; those they
+        bound from below are in ``lower_bounds``.
 
     Raises
     ------
@@ -104,8 +106,9 @@ def _import(
     converted.node.extend(nodes)
     converted.input.extend(graph.input)
     converted.output.extend(graph.output)
-    mod = onnx_convert.convert(converted, opset, shapes, constants, weights, guarded)
-    return _finish(mod, graph, weights, defaults, entry, modality, upper_bounds)
+    mod, fixed, lower = onnx_convert.convert(converted, opset, shapes, constants, weights, guarded)
+    upper = narrowed(upper_bounds, fixed, lower)
+    return _finish(mod, graph, weights, defaults, entry, modality, upper, lower)
 
 
 def _split(
@@ -261,6 +264,7 @@ def _finish(
     entry: str,
     modality: str,
     upper_bounds: Mapping[str, int],
+    lower_bounds: Mapping[str, int],
 ) -> Model:
     """Drop unused weights from the function and describe its inputs and outputs."""
     fn = mod["main"]
@@ -283,6 +287,7 @@ def _finish(
         weights=tuple(n for n, _ in kept),
         modality=modality,
         upper_bounds=dict(upper_bounds),
+        lower_bounds=dict(lower_bounds),
     )
     values = {n: weights[n] for n, _ in kept} | defaults
     return Model(mod, values, {entry: described}, {entry: modality} if modality else {}, graph.name or "model")

@@ -17,6 +17,7 @@ from crossloom.errors import CrossloomError, UnsupportedModel
 from crossloom.importers import onnx_shaped
 from crossloom.importers.onnx_affine import AFFINE
 from crossloom.importers.onnx_attention import ATTENTION
+from crossloom.importers.onnx_bounds import BOUNDING, Bounds, with_sizes
 from crossloom.importers.onnx_branches import DOMAIN, SELECT
 from crossloom.importers.onnx_check import LOOPS, describe, reads
 from crossloom.importers.onnx_contrib import NORMS, Call, Converter
@@ -85,6 +86,7 @@ class Importer(frontend.ONNXGraphImporter):
         self.guarded = guarded
         self.failed: dict[str, UnsupportedModel] = {}
         self.math = ShapeMath()
+        self.bounds = Bounds(self.math)
         self.values: dict[str, Value] = {}
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
@@ -154,9 +156,13 @@ class Importer(frontend.ONNXGraphImporter):
         self._materialise(reads(node))
         if domain == "" and node.op_type in BROADCASTS:
             check_broadcast(self.math, where, [self._nodes[n] if n else None for n in node.input])
+        arrays = [self.constants.get(n, self.weights.get(n)) if n else None for n in node.input]
+        # What a branch asks counts only when it is taken.
+        if domain == "" and node.op_type in BOUNDING and not self.guarded.intersection(node.output):
+            second = self.values.get(node.input[1], arrays[1]) if len(node.input) > 1 else None
+            self.bounds.note(node, where, self._nodes[node.input[0]], second, self._parse_attr(node.attribute))
         converter = CONVERTERS.get((domain, node.op_type))
         if converter is not None:
-            arrays = [self.constants.get(n, self.weights.get(n)) if n else None for n in node.input]
             inputs = [self._nodes[n] if n else None for n in node.input]
             known = [self.values.get(n) if n else None for n in node.input]
             attrs = self._parse_attr(node.attribute)
@@ -249,9 +255,33 @@ def convert(
     constants: dict[str, np.ndarray],
     weights: dict[str, np.ndarray],
     guarded: set[str],
-) -> Any:
-    """Return the module of a checked graph: `main`, whose parameters are its inputs and all of `weights`."""
-    importer = Importer(shapes, constants, weights, guarded)
+) -> tuple[Any, dict[str, int], dict[str, int]]:
+    """Convert a checked graph.
+
+    Returns
+    -------
+    module : tvm.IRModule
+        Of one function `main`, whose parameters are the inputs and all of `weights`.
+    fixed : dict of str to int
+        Symbols of `shapes` that the graph's constants fix (elements); the function no longer has them.
+    lower : dict of str to int
+        Least values of those left.
+    """
+    fixed: dict[str, int] = {}
+    while True:
+        importer = Importer(with_sizes(shapes, fixed), constants, weights, guarded)
+        try:
+            mod = _converted(importer, graph, opset)
+        except CrossloomError:
+            # What failed may do so only because a size was not yet known.
+            if not importer.bounds.fixed:
+                raise
+        if not importer.bounds.fixed:
+            return mod, fixed, importer.bounds.lower
+        fixed.update(importer.bounds.fixed)
+
+
+def _converted(importer: Importer, graph: onnx.GraphProto, opset: int) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
