@@ -15,7 +15,7 @@ from crossloom.rewrite import Graph
 from crossloom.verdict import Verdict, refuse
 
 from .heads import filled, through
-from .spelling import dims, scalar
+from .spelling import dims, dtype, scalar
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,23 @@ def _plain(graph: Graph, expr: relax.Expr) -> Weights | Verdict | None:
     return Weights(call.args[0], "softmax")
 
 
+def _truth(graph: Graph, expr: relax.Expr) -> relax.Expr:
+    """Return what ``expr`` is true of: casts to and from booleans keep what is zero and what is not."""
+    expr = through(graph, expr)
+    while (cast := graph.call(expr, "relax.astype")) is not None and "bool" in (dtype(cast), dtype(cast.args[0])):
+        expr = through(graph, cast.args[0])
+    return expr
+
+
 def _nothing_kept(graph: Graph, expr: relax.Expr) -> relax.Expr | None:
     """Return the scores where ``expr`` is true for the rows that are -inf throughout."""
-    expr = through(graph, expr)
+    expr = _truth(graph, expr)
     if (negated := graph.call(expr, "relax.logical_not")) is None:
         return None
-    some = _last(graph, through(graph, negated.args[0]), "relax.max")
-    if some is None or (kept := graph.call(through(graph, some), "relax.logical_not")) is None:
+    some = _last(graph, _truth(graph, negated.args[0]), "relax.max")
+    if some is None or (kept := graph.call(_truth(graph, some), "relax.logical_not")) is None:
         return None
-    dropped = graph.call(through(graph, kept.args[0]), "relax.equal")
+    dropped = graph.call(_truth(graph, kept.args[0]), "relax.equal")
     return dropped.args[0] if dropped is not None and scalar(graph, dropped.args[1]) == -math.inf else None
 
 
