@@ -80,6 +80,7 @@ def test_verify_names_the_pass_and_the_rewrite_that_break(run, model, tmp_path):
         "arrays.npz",
         "case.json",
         "module.json",
+        "module.txt",
         "repro.py",
     ]
 
