@@ -65,3 +65,11 @@ def test_folding_of_weights_is_held_to_its_contract(tvmc, model):
     code, out, err = tvmc("verify", model, "--pipeline", "inline-composites,legalize-ops", "--json")
     assert code == 0, err
     assert [p["pass"] for p in json.loads(out)["passes"]] == ["inline-composites", "fold-weights", "legalize-ops"]
+
+
+def test_a_case_replaces_nothing_but_a_case(tvmc, model, tmp_path):
+    (tmp_path / "repro.py").write_text("print('mine')")
+    (tmp_path / "thesis.txt").write_text("years of work")
+    code, _, err = tvmc("verify", model, "--repro", tmp_path)
+    assert code == 2 and "no case of ours" in err
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"

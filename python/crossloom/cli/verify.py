@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 BROKEN = 4
 
+#: What :func:`crossloom.testing.write_repro` writes, and what running it leaves.
+_CASE = {"repro.py", "case.json", "module.json", "module.txt", "arrays.npz", "__pycache__"}
+
 
 def command(
     model: args.ModelPath,
@@ -54,7 +57,9 @@ def command(
         from .compile import check_output
 
         check_output(repro)
-        if repro.exists() and (not repro.is_dir() or (any(repro.iterdir()) and not (repro / "repro.py").is_file())):
+        # An older case is deleted with all that is in its folder: nothing else may be there.
+        there = {item.name for item in repro.iterdir()} if repro.is_dir() else set()
+        if (repro.exists() and not repro.is_dir()) or there - _CASE or (there and "repro.py" not in there):
             raise UsageError(f"--repro {repro} exists and is no case of ours", "name a new folder")
     with progress("loading TVM") as show:
         from crossloom.targets import get_target
