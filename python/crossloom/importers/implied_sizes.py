@@ -69,7 +69,7 @@ def _implied(graph: Graph) -> Substitution:
             continue
         for left, right in _equal(graph, var, value):
             try:
-                _unify(left, right, bound)
+                unify([left], [right], bound)
             except ShapeConflict as error:
                 if _never_equal(left, right, bound):
                     raise UnsupportedModel(
@@ -78,34 +78,6 @@ def _implied(graph: Graph) -> Substitution:
                         "give sizes that agree with --input-shapes",
                     ) from error
     return bound
-
-
-def _unify(left: tvm.ir.Expr, right: tvm.ir.Expr, bound: Substitution) -> None:
-    """Unify two sizes; a multiple of one variable that is a number binds it too."""
-    difference = resolve(left - right, bound)
-    if not isinstance(difference, tirx.IntImm):
-        variables = list(relax_vars(difference))
-        if len(variables) == 1:
-            at = [int(resolve(difference, {variables[0]: tirx.IntImm("int64", i)})) for i in (0, 1, 2)]
-            slope = at[1] - at[0]
-            if slope and at[2] - at[1] == slope and at[0] % slope == 0 and -at[0] // slope >= 0:
-                unify([variables[0]], [tirx.IntImm("int64", -at[0] // slope)], bound)
-                return
-    unify([left], [right], bound)
-
-
-def relax_vars(dim: tvm.ir.Expr) -> Iterator[tirx.Var]:
-    """Yield the variables of a size, each once."""
-    seen: list[tirx.Var] = []
-    stack = [dim]
-    while stack:
-        expr = stack.pop()
-        if tvm.ir.is_prim_var(expr):
-            if not any(expr.same_as(other) for other in seen):
-                seen.append(expr)
-                yield expr
-        elif hasattr(expr, "a") and hasattr(expr, "b"):
-            stack += [expr.a, expr.b]
 
 
 def _never_equal(left: tvm.ir.Expr, right: tvm.ir.Expr, bound: Substitution) -> bool:

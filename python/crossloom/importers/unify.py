@@ -57,7 +57,10 @@ def uses(dim: tvm.ir.Expr, var: tirx.Var) -> bool:
 
 
 def _solve(difference: tvm.ir.Expr) -> tuple[tirx.Var, tvm.ir.Expr] | None:
-    """Return ``(var, value)`` with ``difference == 0`` solved for a variable of coefficient 1 or -1."""
+    """Return ``(var, value)`` with ``difference == 0`` solved for one variable.
+
+    It has coefficient 1 or -1, or is the only one and a whole number solves it.
+    """
     variables = _variables(difference)
     coefficients = detect_linear_equation(difference, variables)
     if len(coefficients) != len(variables) + 1:
@@ -68,6 +71,10 @@ def _solve(difference: tvm.ir.Expr) -> tuple[tirx.Var, tvm.ir.Expr] | None:
         rest = substitute(difference, {var: tirx.IntImm("int64", 0)})
         value = -rest if int(factor.value) == 1 else rest
         return var, Analyzer().simplify(value)
+    if len(variables) == 1 and all(isinstance(number, tirx.IntImm) for number in coefficients):
+        factor, rest = (int(number.value) for number in coefficients)
+        if factor and rest % factor == 0:
+            return variables[0], tirx.IntImm("int64", -rest // factor)
     return None
 
 

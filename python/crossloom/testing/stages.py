@@ -46,7 +46,7 @@ def pass_stage(name: str, step: tvm.transform.Pass, numerics: Numerics) -> Stage
 
 
 def compile_stages(target: Any, text: str | None = None, disabled: Sequence[str] = ()) -> list[Stage]:
-    """Return everything :func:`crossloom.driver.compile_model` does to a model, folding of weights included.
+    """Return what :func:`crossloom.driver.compile_model` does to a model once its implied sizes are bound.
 
     Parameters
     ----------
