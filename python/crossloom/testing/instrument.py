@@ -25,9 +25,10 @@ from types import FrameType
 import numpy as np
 import tvm
 from tvm.ir.instrument import PassInstrument
-from tvm_ffi import register_error, structural_hash
+from tvm_ffi import structural_hash
 
-from ..errors import BudgetExceeded
+from ..errors import BudgetExceeded, CrossloomError
+from ..ffi_errors import register_errors
 from ..numerics import EXACT, REASSOCIATES, Numerics, Violation
 from ..verdict import Ledger
 from .execution import Call, Executor, HostExecutor, Outputs, as_model, make_calls
@@ -38,7 +39,6 @@ from .stages import contract_of, run_after
 _KEEP = 12
 
 
-@register_error
 class NumericsBudgetExceeded(BudgetExceeded):
     """A pass took the error past the instrument's budget.
 
@@ -46,10 +46,13 @@ class NumericsBudgetExceeded(BudgetExceeded):
     numbers are then in the text alone.
     """
 
-    def __init__(self, text: str, wanted: float = math.nan, had: float = math.nan) -> None:
-        Exception.__init__(self, text)
-        self.message, _, self.remedy = text.partition("\n")
-        self.wanted, self.had, self.largest = wanted, had, []
+    def __init__(self, name: str, wanted: float, had: float, not_run: str = "") -> None:
+        super().__init__(f"numerics after pass {name}", wanted, had)
+        if not_run:
+            CrossloomError.__init__(self, self.message, f"it does not run: {not_run}")
+
+
+register_errors(NumericsBudgetExceeded)
 
 
 def compose(parts: Sequence[Numerics]) -> Numerics:
@@ -292,10 +295,7 @@ class NumericsInstrument(PassInstrument):
         else:
             total = max(compare(EXACT, first.calls, first.outputs, after.outputs)[0].values(), default=0.0)
         if not total <= self._budget:
-            text = f"numerics after pass {name}: wanted at most {self._budget:g}, had {total:g}"
-            if after.not_run:
-                text += f"\nit does not run: {after.not_run}"
-            raise NumericsBudgetExceeded(text, self._budget, total)
+            raise NumericsBudgetExceeded(name, self._budget, total, after.not_run)
 
 
 def _same(left: Sequence[Call], right: Sequence[Call]) -> bool:
