@@ -15,6 +15,7 @@ from tvm.relax.frontend.onnx import onnx_frontend as frontend
 
 from crossloom.errors import CrossloomError, UnsupportedModel
 from crossloom.importers import onnx_shaped
+from crossloom.importers.blocks import close_blocks
 from crossloom.importers.onnx_affine import AFFINE
 from crossloom.importers.onnx_attention import ATTENTION
 from crossloom.importers.onnx_bounds import BOUNDING, Bounds, with_sizes
@@ -242,12 +243,6 @@ def _unconvertible(where: str, err: Exception) -> UnsupportedModel:
     return UnsupportedModel(f"{where}: cannot be converted: {text[-1][:400]}", "rewrite this node, or report it")
 
 
-def _close(bb: relax.BlockBuilder) -> None:
-    """End the block a failed import leaves open: TVM warns on stderr when it collects one."""
-    with contextlib.suppress(Exception):
-        bb._end_block()
-
-
 def convert(
     graph: onnx.GraphProto,
     opset: int,
@@ -287,10 +282,10 @@ def _converted(importer: Importer, graph: onnx.GraphProto, opset: int) -> Any:
         try:
             return importer.from_onnx(graph, opset)
         except CrossloomError:
-            _close(importer.bb)
+            close_blocks(importer.bb)
             raise
         except Exception as err:
-            _close(importer.bb)
+            close_blocks(importer.bb)
             text = str(err).strip().splitlines() or [type(err).__name__]
             raise UnsupportedModel(
                 f"graph '{graph.name}': cannot be converted: {text[-1][:400]}", "simplify or report the model"
