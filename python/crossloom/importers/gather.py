@@ -62,9 +62,10 @@ def bounded(emit: Emit, indices: Any, sizes: Sequence[Any], *, from_end: bool) -
         return indices
     dtype = str(indices.ty.dtype)
     fixed = all(isinstance(size, int) for size in sizes)
+    extents = sizes if len(sizes) > 1 else sizes[0]
     if isinstance(indices, tvm.ir.GenericConst) and fixed:
         given = indices.value.numpy()
-        limit = np.array(sizes if len(sizes) > 1 else sizes[0], "int64")
+        limit = np.array(extents, "int64")
         wide = given.astype("int64")
         if from_end:
             wide = np.where(wide < 0, wide + limit, wide)
@@ -74,16 +75,21 @@ def bounded(emit: Emit, indices: Any, sizes: Sequence[Any], *, from_end: bool) -
     if dtype != "int64" and not (dtype == "int32" and fixed and max(sizes, default=0) < 2**31):
         indices, dtype = emit(op.astype(indices, "int64")), "int64"
     if fixed:
-        size = relax.const(np.array(sizes if len(sizes) > 1 else sizes[0], dtype), dtype)
-        last = relax.const(np.maximum(np.array(sizes if len(sizes) > 1 else sizes[0], dtype) - 1, 0), dtype)
+        size = relax.const(np.array(extents, dtype), dtype)
+        last = relax.const(np.maximum(np.array(extents, dtype) - 1, 0), dtype)
     else:
         size = size_tensor(emit, sizes)
         size = size if len(sizes) > 1 else emit(op.reshape(size, []))
         last = emit(op.subtract(size, relax.const(1, dtype)))
-    zero = relax.const(0, dtype)
     if from_end:
-        indices = emit(op.where(emit(op.less(indices, zero)), emit(op.add(indices, size)), indices))
-    return emit(op.maximum(emit(op.minimum(indices, last)), zero))
+        indices = _counted_from_end(emit, indices, size)
+    return emit(op.maximum(emit(op.minimum(indices, last)), relax.const(0, dtype)))
+
+
+def _counted_from_end(emit: Emit, indices: Any, size: Any) -> Any:
+    """Emit ``indices`` with ``size`` added to the negative ones; both of one type."""
+    below = emit(op.less(indices, relax.const(0, str(indices.ty.dtype))))
+    return emit(op.where(below, emit(op.add(indices, size)), indices))
 
 
 def may_be_empty(size: Any) -> bool:
@@ -119,8 +125,7 @@ def safe_take(emit: Emit, x: Any, indices: Any, axis: int, *, from_end: bool) ->
             indices = emit(op.astype(indices, "int64"))
         fixed = isinstance(size, int)
         extent = relax.const(size, "int64") if fixed else emit(op.reshape(size_tensor(emit, [size]), []))
-        below = emit(op.less(indices, relax.const(0, "int64")))
-        indices = emit(op.where(below, emit(op.add(indices, extent)), indices))
+        indices = _counted_from_end(emit, indices, extent)
     return op.take(x, indices, axis, mode="clip")
 
 
