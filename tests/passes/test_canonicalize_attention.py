@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -12,6 +13,8 @@ from tvm import relax, tirx
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+import canonical
+from canonical import checked, data
 from crossloom.numerics import worst_error
 from crossloom.passes.canonicalize_transformer import CanonicalizeTransformer
 from crossloom.rewrite import composite_attrs, composite_name
@@ -22,33 +25,13 @@ op = relax.op
 N, M, P = (tirx.Var(name, "int64") for name in "nmp")
 
 
-def module(build, shapes, names=("main",), dtype="float32"):
-    """Build entries over parameters ``(shape)`` or ``(shape, dtype)``."""
-    bb = relax.BlockBuilder()
-    typed = [s if isinstance(s[-1], str) else (s, dtype) for s in shapes]
-    params = [relax.Var(f"p{i}", relax.TensorType(s, d)) for i, (s, d) in enumerate(typed)]
-    with bb.function(names[0], params, attrs={"num_input": len(params)}):
-        with bb.dataflow():
-            out = bb.emit_output(build(bb.emit, *params))
-        bb.emit_func_output(out)
-    first = bb.get()[names[0]]
-    # Symbolic sizes belong to one function each.
-    rest = {n: relax.utils.copy_with_new_vars(first).with_attr("global_symbol", n) for n in names[1:]}
-    return tvm.ir.IRModule({names[0]: first, **rest})
+module = functools.partial(canonical.module, num_input=None)
 
 
 def canonicalized(mod):
-    with Ledger() as ledger:
-        out = CanonicalizeTransformer()(mod)
-    assert relax.analysis.check_well_formed(out)
-    tvm.ir.assert_structural_equal(CanonicalizeTransformer()(out), out)
+    out, ledger = checked(mod)
     found = [composite_attrs(f) for _, f in out.functions_items() if composite_name(f) == "crossloom.attention"]
     return out, found, {v.code for v in ledger.refused}
-
-
-def data(*shapes, dtype="float32", seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal(s).astype(dtype) for s in shapes]
 
 
 def reference(q, k, v, **options):

@@ -9,11 +9,11 @@ from tvm import relax, tirx
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+from canonical import checked
 from crossloom.numerics import worst_error
 from crossloom.passes.canonicalize_transformer import CanonicalizeTransformer
 from crossloom.rewrite import composite_attrs, composite_name
 from crossloom.testing import assert_pass_preserves, run_module, strategies
-from crossloom.verdict import Ledger
 
 op = relax.op
 SHAPES = [(2, 8), (8, 12), (8, 12), (12, 8)]
@@ -63,10 +63,7 @@ def other_value(e, x, a, b, down):
 
 
 def apply(mod):
-    with Ledger() as ledger:
-        out = CanonicalizeTransformer()(mod)
-    assert relax.analysis.check_well_formed(out)
-    tvm.ir.assert_structural_equal(CanonicalizeTransformer()(out), out)
+    out, ledger = checked(mod)
     found = {composite_name(f): f for _, f in out.functions_items() if composite_name(f)}
     return out, found, {v.code for v in ledger.refused if v.rewrite == "mlp"}
 

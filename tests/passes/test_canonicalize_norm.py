@@ -10,6 +10,7 @@ from tvm import relax, tirx
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+from canonical import checked, data, module
 from crossloom.numerics import worst_error
 from crossloom.passes.canonicalize_transformer import CanonicalizeTransformer
 from crossloom.rewrite import composite_attrs, composite_name
@@ -20,19 +21,6 @@ op = relax.op
 EPS = 1e-3
 
 
-def module(build, shapes, names=("main",), dtype="float32", num_input=1):
-    bb = relax.BlockBuilder()
-    params = [relax.Var(f"p{i}", relax.TensorType(s, dtype)) for i, s in enumerate(shapes)]
-    with bb.function(names[0], params, attrs={"num_input": num_input}):
-        with bb.dataflow():
-            out = bb.emit_output(build(bb.emit, *params))
-        bb.emit_func_output(out)
-    first = bb.get()[names[0]]
-    # Symbolic sizes belong to one function each.
-    rest = {n: relax.utils.copy_with_new_vars(first).with_attr("global_symbol", n) for n in names[1:]}
-    return tvm.ir.IRModule({names[0]: first, **rest})
-
-
 def refusals(mod):
     with Ledger() as ledger:
         CanonicalizeTransformer()(mod)
@@ -40,17 +28,9 @@ def refusals(mod):
 
 
 def canonicalized(mod):
-    with Ledger() as ledger:
-        out = CanonicalizeTransformer()(mod)
-    assert relax.analysis.check_well_formed(out)
-    tvm.ir.assert_structural_equal(CanonicalizeTransformer()(out), out)
+    out, ledger = checked(mod)
     found = {composite_name(f): f for _, f in out.functions_items() if composite_name(f)}
     return out, found, {v.code for v in ledger.refused}
-
-
-def data(*shapes, dtype="float32", seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal(s).astype(dtype) for s in shapes]
 
 
 def c(value, dtype="float32"):

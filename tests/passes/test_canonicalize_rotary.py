@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from importlib import resources
 
@@ -14,35 +15,19 @@ from tvm import relax, tirx
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+import canonical
+from canonical import checked
 from crossloom.importers.onnx import from_onnx
 from crossloom.passes.canonicalize_transformer import CanonicalizeTransformer
 from crossloom.rewrite import composite_attrs, composite_name
 from crossloom.testing import assert_pass_preserves, run_module
 from crossloom.testing.strategies import Input, build
-from crossloom.verdict import Ledger
 
 op = relax.op
 END = 2**31 - 1
 
 
-def function(build, shapes, name="main", builder=None, num_input=9):
-    """Return a module whose parameters are (shape, dtype) or shapes of float32."""
-    bb = builder or relax.BlockBuilder()
-    typed = [s if len(s) == 2 and isinstance(s[1], str) else (s, "float32") for s in shapes]
-    params = [relax.Var(f"p{i}", relax.TensorType(shape, dtype)) for i, (shape, dtype) in enumerate(typed)]
-    with bb.function(name, params, attrs={"num_input": num_input}):
-        with bb.dataflow():
-            out = bb.emit_output(build(bb.emit, *params))
-        bb.emit_func_output(out)
-    return bb.get()
-
-
-def canonicalized(mod):
-    with Ledger() as ledger:
-        out = CanonicalizeTransformer()(mod)
-    assert relax.analysis.check_well_formed(out)
-    tvm.ir.assert_structural_equal(CanonicalizeTransformer()(out), out)
-    return out, ledger
+function = functools.partial(canonical.function, name="main", num_input=9)
 
 
 def rotary_facts(mod):
@@ -50,14 +35,14 @@ def rotary_facts(mod):
 
 
 def only(mod):
-    out, _ = canonicalized(mod)
+    out, _ = checked(mod)
     (facts,) = rotary_facts(out)
     return {k: list(v) if hasattr(v, "__len__") and not isinstance(v, str) else v for k, v in facts.items()}
 
 
 def refusal(mod):
     """Return the codes of refused rotations; the module must be as it was where nothing fired."""
-    out, ledger = canonicalized(mod)
+    out, ledger = checked(mod)
     if not ledger.fired:
         tvm.ir.assert_structural_equal(out, mod)
     return {v.code for v in ledger.refused if v.rewrite.endswith("rotary")}
@@ -307,7 +292,7 @@ def test_rows_and_columns_of_a_grid():
     x = np.random.default_rng(0).standard_normal((2, 12, 8)).astype("float32")
     place = np.arange(12)
     angles = np.concatenate([np.outer(place // 4, inverse(2)), np.outer(place % 4, inverse(2))], -1)
-    (got,) = run_module(canonicalized(mod)[0], "main", [x])
+    (got,) = run_module(checked(mod)[0], "main", [x])
     np.testing.assert_allclose(got, rotated(x, angles, "half-split"), atol=1e-5)
 
 
@@ -557,9 +542,9 @@ def test_every_entry_is_treated():
     bb = relax.BlockBuilder()
     one = lambda e, x, ids: half_split(e, x, *tables(e, by_multiply(e, ids, inverse(4))))
     n = tirx.Var("n", "int64")
-    function(one, [(2, n, 8), (n,)], "prefill", bb)
-    mod = function(one, [(2, 1, 8), (1,)], "decode", bb)
-    out, ledger = canonicalized(mod)
+    function(one, [(2, n, 8), (n,)], name="prefill", builder=bb)
+    mod = function(one, [(2, 1, 8), (1,)], name="decode", builder=bb)
+    out, ledger = checked(mod)
     assert {v.function for v in ledger.fired} == {"prefill", "decode"}
     # One token: the position is an input, though it has no axis to vary along.
     assert [f["axes"] for f in rotary_facts(out)] == ["1d", "1d"]
@@ -576,7 +561,7 @@ def test_every_entry_is_treated():
 def test_reference_model(part, axes, pair_equal):
     """shapes3: positions are inputs of the decoder; the vision tower turns by row and column, its tables constants."""
     with resources.as_file(resources.files("crossloom.models") / "shapes3") as models:
-        out, _ = canonicalized(from_onnx(models / f"{part}.onnx").mod)
+        out, _ = checked(from_onnx(models / f"{part}.onnx").mod)
     found = rotary_facts(out)
     assert found and {(f["axes"], f["pair_equal"], f["convention"]) for f in found} == {
         (axes, pair_equal, "half-split")
@@ -663,7 +648,7 @@ def rotations(draw):
 @given(rotations())
 def test_any_rotation_is_recognised_and_computes_the_reference(drawn):
     case, facts = drawn
-    out, ledger = canonicalized(case.mod)
+    out, ledger = checked(case.mod)
     assert len([v for v in ledger.fired if v.rewrite.endswith("rotary")]) == len(case.references)
     for attrs in rotary_facts(out):
         assert {key: attrs[key] for key in facts} == facts

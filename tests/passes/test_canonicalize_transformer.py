@@ -13,6 +13,7 @@ from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+from canonical import checked, data, function
 from crossloom.numerics import worst_error
 from crossloom.passes.canonicalize_transformer import CanonicalizeTransformer
 from crossloom.rewrite import composite_attrs, composite_name
@@ -23,29 +24,6 @@ TARGET = tvm.target.Target({"kind": "llvm"})
 op = relax.op
 
 
-def function(build, shapes, name="decode", dtype="float32", builder=None, num_input=1):
-    bb = builder or relax.BlockBuilder()
-    params = [
-        relax.Var(
-            f"p{i}", relax.TensorType(s[0] if isinstance(s[-1], str) else s, s[-1] if isinstance(s[-1], str) else dtype)
-        )
-        for i, s in enumerate(shapes)
-    ]
-    with bb.function(name, params, attrs={"num_input": num_input}):
-        with bb.dataflow():
-            out = bb.emit_output(build(bb.emit, *params))
-        bb.emit_func_output(out)
-    return bb.get()
-
-
-def canonicalized(mod):
-    with Ledger() as ledger:
-        out = CanonicalizeTransformer()(mod)
-    assert relax.analysis.check_well_formed(out)
-    tvm.ir.assert_structural_equal(CanonicalizeTransformer()(out), out)
-    return out, ledger
-
-
 def composites(mod):
     return {composite_name(f): composite_attrs(f) for _, f in mod.functions_items() if composite_name(f)}
 
@@ -54,11 +32,6 @@ def run(mod, args, name="decode"):
     vm = relax.VirtualMachine(tvm.compile(mod, target=TARGET), tvm.cpu())
     out = vm[name](*[tvm.runtime.tensor(a) for a in args])
     return out.numpy() if hasattr(out, "numpy") else [o.numpy() for o in out]
-
-
-def data(*shapes, dtype="float32", seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal(s).astype(dtype) for s in shapes]
 
 
 def c(value, dtype="float32"):
@@ -88,7 +61,7 @@ INVERSES = {
 @pytest.mark.parametrize("square", SQUARES)
 @pytest.mark.parametrize("inverse", INVERSES)
 def test_rms_norm_in_every_spelling(square, inverse):
-    out, _ = canonicalized(function(rms(SQUARES[square], INVERSES[inverse]), [(2, 3, 8), (8,)]))
+    out, _ = checked(function(rms(SQUARES[square], INVERSES[inverse]), [(2, 3, 8), (8,)]))
     facts = composites(out)["crossloom.rms_norm"]
     assert list(facts["axes"]) == [-1] and facts["epsilon"] == pytest.approx(1e-5)
     x, w = data((2, 3, 8), (8,))
@@ -150,7 +123,7 @@ def test_half_precision_keeps_its_casts():
         return op.multiply(w, e(op.astype(e(op.multiply(f, e(op.rsqrt(v)))), "float16")))
 
     mod = function(build, [(3, 64), (64,)], dtype="float16")
-    out, _ = canonicalized(mod)
+    out, _ = checked(mod)
     assert "crossloom.rms_norm" in composites(out)
     x, w = data((3, 64), (64,), dtype="float16")
     x *= 300  # squares leave float16
@@ -163,7 +136,7 @@ def test_mean_of_another_value_is_refused():
         v = e(op.add(e(op.mean(e(op.multiply(y, y)), [-1], True)), c(1e-5)))
         return op.multiply(w, e(op.multiply(x, e(op.rsqrt(v)))))
 
-    out, ledger = canonicalized(function(build, [(2, 8), (2, 8), (8,)]))
+    out, ledger = checked(function(build, [(2, 8), (2, 8), (8,)]))
     assert not composites(out) and "mean-of-another-value" in {v.code for v in ledger.refused}
 
 
@@ -173,7 +146,7 @@ def test_inner_value_read_elsewhere_is_refused():
         y = e(op.multiply(w, e(op.multiply(x, r))))
         return relax.Tuple([y, r])
 
-    out, ledger = canonicalized(function(build, [(2, 8), (8,)]))
+    out, ledger = checked(function(build, [(2, 8), (8,)]))
     assert not composites(out) and "intermediate-used-outside" in {v.code for v in ledger.refused}
 
 
@@ -186,7 +159,7 @@ def test_layer_norm(spelled):
         s = e(op.sqrt(e(op.add(e(op.mean(e(op.power(d, c(2.0))), [-1], True)), c(1e-5)))))
         return op.add(e(op.multiply(e(op.divide(d, s)), w)), b)
 
-    out, _ = canonicalized(function(build, [(2, 3, 8), (8,), (8,)]))
+    out, _ = checked(function(build, [(2, 3, 8), (8,), (8,)]))
     assert list(composites(out)) == ["crossloom.layer_norm"]
     x, w, b = data((2, 3, 8), (8,), (8,))
     want = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * w + b
@@ -243,7 +216,7 @@ def rotated(x, cos, sin, convention):
 )
 def test_rotary_convention(build, width, facts):
     mod = function(build, [(1, 2, 5, 8), (5, width), (5, width)])
-    out, _ = canonicalized(mod)
+    out, _ = checked(mod)
     found = composites(out)["crossloom.rotary"]
     assert (found["convention"], found["rotary_dim"], found["table"]) == facts
     (x,), angle = data((1, 2, 5, 8)), data((5, 4))[0]
@@ -259,13 +232,13 @@ def test_two_conventions_in_one_graph_stay_apart():
     def build(e, q, k, cos, sin):
         return relax.Tuple([e(half_split_joined(e, q, cos, sin)), e(interleaved(e, k, cos, sin))])
 
-    out, _ = canonicalized(function(build, [(1, 2, 5, 8), (1, 2, 5, 8), (5, 4), (5, 4)]))
+    out, _ = checked(function(build, [(1, 2, 5, 8), (1, 2, 5, 8), (5, 4), (5, 4)]))
     kinds = sorted(composite_attrs(f)["convention"] for _, f in out.functions_items() if composite_name(f))
     assert kinds == ["half-split", "interleaved"]
 
 
 def test_rotation_backwards_is_refused():
-    out, ledger = canonicalized(
+    out, ledger = checked(
         function(lambda e, x, c_, s: half_split(e, x, c_, s, sign=-1), [(1, 2, 5, 8), (5, 8), (5, 8)])
     )
     assert not composites(out) and "rotates-backwards" in {v.code for v in ledger.refused}
@@ -277,7 +250,7 @@ def test_mixed_pairs_are_refused():
         lo = e(op.subtract(e(op.multiply(a, cos)), e(op.multiply(b, sin))))
         return op.concat([lo, e(op.add(e(op.multiply(b, cos)), e(op.multiply(a, sin))))], -1)
 
-    out, _ = canonicalized(function(build, [(1, 2, 5, 8), (5, 4), (5, 4)]))
+    out, _ = checked(function(build, [(1, 2, 5, 8), (5, 4), (5, 4)]))
     assert "crossloom.rotary" not in composites(out)
 
 
@@ -310,7 +283,7 @@ def grouped(e, x, axis=2):
     ],
 )
 def test_grouped_heads_but_not_tiled_ones(repeat, groups, order):
-    out, _ = canonicalized(function(attention(repeat), [(1, 4, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4), (1, 1, 3, 5)]))
+    out, _ = checked(function(attention(repeat), [(1, 4, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4), (1, 1, 3, 5)]))
     facts = composites(out)["crossloom.attention"]
     assert facts["groups"] == groups and facts["scale"] == 0.5 and facts["masked"]
     q, k, v, mask = data((1, 4, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4), (1, 1, 3, 5))
@@ -325,7 +298,7 @@ def test_softmax_over_another_axis_is_refused():
         s = e(op.matmul(q, e(op.permute_dims(k, [0, 1, 3, 2]))))
         return op.matmul(e(op.nn.softmax(s, 2)), v)
 
-    out, ledger = canonicalized(function(build, [(1, 2, 5, 4)] * 3))
+    out, ledger = checked(function(build, [(1, 2, 5, 4)] * 3))
     assert not composites(out) and "softmax-not-over-keys" in {v.code for v in ledger.refused}
 
 
@@ -341,7 +314,7 @@ def test_linear(transposed, biased):
 
     n = tvm.tirx.Var("n", "int64")
     shape = (6, 8) if transposed else (8, 6)
-    out, _ = canonicalized(function(build, [(2, n, 8), shape, (6,)]))
+    out, _ = checked(function(build, [(2, n, 8), shape, (6,)]))
     assert composites(out)["crossloom.linear"]["weight_layout"] == ("out_in" if transposed else "in_out")
     x, w, b = data((2, 3, 8), shape, (6,))
     want = x @ (w.T if transposed else w) + (b if biased else 0)
@@ -349,24 +322,24 @@ def test_linear(transposed, biased):
 
 
 def test_bias_that_widens_is_no_linear_bias():
-    out, ledger = canonicalized(function(lambda e, x, w, b: op.add(e(op.matmul(x, w)), b), [(2, 8), (8, 1), (6,)]))
+    out, ledger = checked(function(lambda e, x, w, b: op.add(e(op.matmul(x, w)), b), [(2, 8), (8, 1), (6,)]))
     assert "bias-is-not-one-per-output" in {v.code for v in ledger.refused}
     x, w, b = data((2, 8), (8, 1), (6,))
     assert worst_error(x @ w + b, run(out, [x, w, b])) < 1e-5
 
 
 def test_product_of_activations_is_no_linear():
-    out, _ = canonicalized(function(lambda e, x, y: op.matmul(x, y), [(2, 8), (8, 3)], num_input=2))
+    out, _ = checked(function(lambda e, x, y: op.matmul(x, y), [(2, 8), (8, 3)], num_input=2))
     assert not composites(out)
 
 
 def test_embedding_and_column_lookup():
     rows = function(lambda e, i, w: op.take(w, i, 0), [((2, 3), "int64"), (7, 4)])
-    out, _ = canonicalized(rows)
+    out, _ = checked(rows)
     assert list(composites(out)) == ["crossloom.embedding"]
     ids, w = np.array([[0, 6, 3], [1, 1, 2]], "int64"), data((7, 4))[0]
     assert np.array_equal(run(out, [ids, w]), w[ids])
-    out, ledger = canonicalized(function(lambda e, i, w: op.take(w, i, 1), [((2,), "int64"), (7, 4)]))
+    out, ledger = checked(function(lambda e, i, w: op.take(w, i, 1), [((2,), "int64"), (7, 4)]))
     assert not composites(out) and [v.code for v in ledger.refused] == ["not-a-row-lookup"]
 
 
@@ -399,7 +372,7 @@ def gelu_tanh(e, x):
 )
 def test_activation(kind, build):
     mod = function(build, [(3, 40)])
-    out, _ = canonicalized(mod)
+    out, _ = checked(mod)
     assert composites(out)["crossloom.activation"]["kind"] == kind
     (x,) = data((3, 40))
     assert np.array_equal(run(mod, [x]), run(out, [x]))
@@ -414,7 +387,7 @@ def test_other_slopes_are_other_functions(slope, dtype):
     def build(e, x):
         return op.multiply(x, e(op.sigmoid(e(op.multiply(x, c(slope, dtype))))))
 
-    out, _ = canonicalized(function(build, [(3, 4)], dtype=dtype))
+    out, _ = checked(function(build, [(3, 4)], dtype=dtype))
     assert not composites(out)
 
 
@@ -432,7 +405,7 @@ def test_constants_rounded_to_half_precision(kind, dtype):
         inner = op.multiply(half(0.7978845608), op.add(x, op.multiply(half(0.044715), op.power(x, half(3.0)))))
         return op.multiply(op.multiply(half(0.5), x), op.add(half(1.0), op.tanh(inner)))
 
-    out, _ = canonicalized(function(build, [(3, 4)], dtype=dtype))
+    out, _ = checked(function(build, [(3, 4)], dtype=dtype))
     assert composites(out)["crossloom.activation"]["kind"] == kind
 
 
@@ -443,7 +416,7 @@ def test_every_function_is_treated():
     bb = relax.BlockBuilder()
     function(rms(SQUARES["power"], INVERSES["rsqrt"]), [(2, 8), (8,)], "prefill", builder=bb)
     mod = function(rms(SQUARES["power"], INVERSES["rsqrt"]), [(2, 8), (8,)], "decode", builder=bb)
-    out, ledger = canonicalized(mod)
+    out, ledger = checked(mod)
     assert {v.function for v in ledger.fired} == {"prefill", "decode"}
     x, w = data((2, 8), (8,))
     for name in ("prefill", "decode"):
@@ -473,7 +446,7 @@ def test_what_lies_inside_a_match_is_no_candidate():
         y = e(rms(SQUARES["product"], INVERSES["one-over"])(e, x, w))
         return op.matmul(e(gelu(e, e(op.matmul(y, a)))), b)
 
-    _, ledger = canonicalized(function(build, [(2, 8), (8,), (8, 12), (12, 8)]))
+    _, ledger = checked(function(build, [(2, 8), (8,), (8, 12), (12, 8)]))
     assert sorted((v.rewrite, v.code) for v in ledger) == [("mlp", "fired"), ("rms-norm", "fired")]
 
 
