@@ -12,29 +12,17 @@ TVM's InlinePrivateFunctions is not used: it leaves a callee's symbolic dimensio
 from __future__ import annotations
 
 import tvm
-import tvm_ffi
-from tvm import ir, relax, tirx
+from tvm import ir, relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from crossloom.numerics import EXACT
 from crossloom.registry import PassInfo
-from crossloom.rewrite import rebuild
+from crossloom.rewrite import splice
 
 
 def _is_composite(func: ir.BaseFunc) -> bool:
     attrs = func.attrs
     return isinstance(func, relax.Function) and attrs is not None and "Composite" in attrs and "Codegen" not in attrs
-
-
-def _dimensions(func: relax.Function, call: relax.Call) -> dict[tirx.Var, tirx.Expr]:
-    """Return what the caller's types say of the callee's symbolic dimensions."""
-    out: dict[tirx.Var, tirx.Expr] = {}
-    for param, arg in zip(func.params, call.args):
-        if isinstance(param.ty, relax.TensorType) and param.ty.shape is not None and arg.ty.shape is not None:
-            for inner, outer in zip(param.ty.shape, arg.ty.shape):
-                if isinstance(inner, tirx.Var):
-                    out.setdefault(inner, outer)
-    return out
 
 
 @mutator
@@ -52,25 +40,8 @@ class _Inliner(PyExprMutator):
         callee = self.mod[call.op]
         if not _is_composite(callee):
             return call
-        dims = _dimensions(callee, call)
-        values: dict[relax.Var, relax.Expr] = dict(zip(callee.params, call.args))
-
-        def outer(leaf: relax.Expr) -> relax.Expr:
-            """Return an operand of the callee in terms of the caller."""
-            if isinstance(leaf, relax.ShapeExpr):
-                return relax.ShapeExpr([tvm_ffi.structural_map(dim, (ir.Var, dimension)) for dim in leaf.values])
-            return values.get(leaf, leaf) if isinstance(leaf, relax.Var) else leaf
-
-        def dimension(var: tirx.Var) -> tirx.Expr:
-            return dims.get(var, var)
-
-        for block in callee.body.blocks:
-            for binding in block.bindings:
-                value = rebuild(binding.value, outer)
-                # A composite within a composite.
-                value = self.visit_call_(value) if isinstance(value, relax.Call) else value
-                values[binding.var] = self.builder_.emit(value)
-        return rebuild(callee.body.body, outer)
+        # A composite within a composite is inlined along.
+        return splice(self.builder_, callee, list(call.args), self.visit_call_)
 
 
 def InlineComposites() -> tvm.transform.Pass:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import ml_dtypes  # noqa: F401  (numpy learns bfloat16)
-from tvm import ir, relax, tirx
-from tvm_ffi import structural_equal, structural_map
+from tvm import relax, tirx
+from tvm_ffi import structural_equal
 
 from crossloom.rewrite import Graph, Match, Site, children, outline, rebuild
 from crossloom.rewrite.composite import Attr
+from crossloom.rewrite.sizes import is_size, sizes_in, translate
 from crossloom.verdict import Verdict, accept, refuse
 
 
@@ -113,52 +114,17 @@ def matched(graph: Graph, root: relax.Var, captures: Mapping[str, relax.Expr], *
     return Match(graph, root, dict(captures), interior(graph, root, list(captures.values())), dict(facts))
 
 
-_Known = Sequence[tuple[tirx.Expr, tirx.Expr]]
-
-
-def _lookup(dim: tirx.Expr, known: _Known) -> tirx.Expr | None:
-    """Return a dimension in terms of the captures' new dimensions, None where they do not determine it."""
-    if isinstance(dim, (int, tirx.IntImm)):
-        return dim
-    for old, new in known:
-        if structural_equal(old, dim):
-            return new
-    missing: list[tirx.Var] = []
-
-    def renew(var: tirx.Var) -> tirx.Expr:
-        found = next((new for old, new in known if var.same_as(old)), None)
-        if found is None:
-            missing.append(var)
-        return var if found is None else found
-
-    renewed = structural_map(dim, (tirx.Var, renew)) if not isinstance(dim, tirx.Var) else renew(dim)
-    return None if missing else renewed
-
-
-def _is_size(expr: relax.Expr) -> bool:
-    """Return whether an operand is a number of the shape language: a bound of a slice, an end of a range."""
-    return isinstance(getattr(expr, "ty", None), ir.PrimType)
-
-
-def _sizes_of(value: relax.Expr) -> Iterator[tirx.Expr]:
-    for leaf in children(value):
-        if isinstance(leaf, relax.ShapeExpr):
-            yield from leaf.values
-        elif _is_size(leaf):
-            yield leaf
-
-
 def replayable(match: Match) -> Verdict:
     """Refuse where the body would need something that the captures do not carry."""
     known = [(d, d) for e in match.captures.values() for d in dims(e) or ()]
     captured = {e for e in match.captures.values() if isinstance(e, relax.Var)}
     for var in match.interior:
         value = match.graph.value[var]
-        for dim in _sizes_of(value):
-            if _lookup(dim, known) is None:
+        for dim in sizes_in(value):
+            if translate(dim, known) is None:
                 return refuse("dimension-not-among-operands", str(dim), "the composite could not know this size")
         for leaf in children(value):
-            if isinstance(leaf, relax.Var) and not _is_size(leaf):
+            if isinstance(leaf, relax.Var) and not is_size(leaf):
                 if leaf not in captured and leaf not in match.interior:
                     return refuse("operand-not-captured", leaf.name)
     return accept()
@@ -184,9 +150,9 @@ def replay(site: Site, name: str, attrs: Mapping[str, Attr] | None = None) -> re
 
         def renew(expr: relax.Expr) -> relax.Expr:
             if isinstance(expr, relax.ShapeExpr):
-                return relax.ShapeExpr([_lookup(d, known) for d in expr.values])
-            if _is_size(expr):
-                return _lookup(expr, known)
+                return relax.ShapeExpr([translate(d, known) for d in expr.values])
+            if is_size(expr):
+                return translate(expr, known)
             if isinstance(expr, relax.Var):
                 return env[expr]
             for key, captured in match.captures.items():

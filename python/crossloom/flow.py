@@ -23,6 +23,10 @@ CPU: tuple[str, ...] = (
     "match-data-dependent-shapes",
     # Recognise norms, rotary, attention, MLPs, linears and embeddings while the importer's spelling is intact.
     "canonicalize-transformer",
+    # One region a group of operators that one kernel computes.
+    "fuse-parallel-projections",
+    # Regions to kernels: while composites say what is in them.
+    "lower-fused-linear",
     # Composites nobody claimed become plain operators again: before anything that walks operators.
     "inline-composites",
     # Before legalization, which fixes the accumulator's dtype.

@@ -4,9 +4,10 @@
     y  = R.matmul(x, wt)
 ->  y  = R.matmul(x, w_folded)    # w_folded = w.T, stored in the model
 
-Fires for permute_dims, reshape, astype, expand_dims, squeeze and elementwise sums and products whose operands are
-weights, constants or folded themselves.  Never for a value that is only a constant (TVM's FoldConstant does those) or
-one with a symbolic shape.  Numerics: exact, numpy computing in the values' own dtype.
+Fires for permute_dims, reshape, astype, expand_dims, squeeze, concat, takes of constant indices and elementwise sums
+and products whose operands are weights, constants or folded themselves.
+Never for a value that is only a constant (TVM's FoldConstant does those) or one with a symbolic shape.
+Numerics: exact, numpy computing in the values' own dtype.
 
 It works on a :class:`crossloom.model.Model`, since it changes weights; the driver runs it after
 ``inline-composites``, when what composites hid is plain operators again.
@@ -49,8 +50,23 @@ def _permute(call: relax.Call, x: np.ndarray, *rest: np.ndarray) -> np.ndarray:
     return np.transpose(x, None if axes is None else [int(a) for a in axes])
 
 
+def _take(call: relax.Call, x: np.ndarray, indices: np.ndarray) -> np.ndarray | None:
+    axis = None if call.attrs.axis is None else int(call.attrs.axis)
+    extent = x.size if axis is None else x.shape[axis]
+    # What an index outside gives depends on the operator's mode: that stays in the graph.
+    inside = indices.size == 0 or (indices.min() >= 0 and indices.max() < extent)
+    return np.take(x, indices, axis=axis) if inside else None
+
+
+def _concat(call: relax.Call, *parts: np.ndarray) -> np.ndarray:
+    axis = call.attrs.axis
+    return np.concatenate(parts, axis=None if axis is None else int(axis))
+
+
+#: Operators whose other operands may be constants of the graph.
+_WITH_CONSTANTS = frozenset({"relax.add", "relax.subtract", "relax.multiply", "relax.take", "relax.concat"})
 #: Operator -> numpy on the operands' values; the result is reshaped and cast to the call's own type.
-_COMPUTE: dict[str, Callable[..., np.ndarray]] = {
+_COMPUTE: dict[str, Callable[..., np.ndarray | None]] = {
     "relax.permute_dims": _permute,
     "relax.reshape": lambda call, x, *rest: x,
     "relax.expand_dims": lambda call, x, *rest: x,
@@ -59,6 +75,8 @@ _COMPUTE: dict[str, Callable[..., np.ndarray]] = {
     "relax.add": lambda call, x, y: x + y,
     "relax.subtract": lambda call, x, y: x - y,
     "relax.multiply": lambda call, x, y: x * y,
+    "relax.take": _take,
+    "relax.concat": _concat,
 }
 
 
@@ -91,11 +109,11 @@ def _evaluate(graph: Graph, values: dict[relax.Var, np.ndarray]) -> dict[relax.V
             continue
         operands: list[np.ndarray] = []
         weighty = False
-        for arg in call.args:
+        for arg in (f for a in call.args for f in (a.fields if isinstance(a, relax.Tuple) else (a,))):
             if isinstance(arg, relax.Var) and (arg in values or arg in out):
                 operands.append(out[arg] if arg in out else values[arg])
                 weighty = True
-            elif isinstance(arg, _CONSTANT) and graph.op(var) in ("relax.add", "relax.subtract", "relax.multiply"):
+            elif isinstance(arg, _CONSTANT) and graph.op(var) in _WITH_CONSTANTS:
                 operands.append(arg.value.numpy())
             elif not isinstance(arg, relax.ShapeExpr):
                 break
@@ -106,7 +124,9 @@ def _evaluate(graph: Graph, values: dict[relax.Var, np.ndarray]) -> dict[relax.V
             if shape is None:
                 record(refuse("symbolic-shape", var.name).at("fold-weights", graph.name, var.name))
                 continue
-            out[var] = compute(call, *operands).astype(_dtype(str(var.ty.dtype)), copy=False).reshape(shape)
+            value = compute(call, *operands)
+            if value is not None:
+                out[var] = value.astype(_dtype(str(var.ty.dtype)), copy=False).reshape(shape)
     return out
 
 

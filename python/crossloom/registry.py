@@ -29,6 +29,8 @@ STAGES = ("canonicalize", "fuse", "quantize", "partition", "lower", "plan", "bui
 BUILTINS = (
     "crossloom.passes.match_data_dependent_shapes",
     "crossloom.passes.canonicalize_transformer",
+    "crossloom.passes.fuse_parallel_projections",
+    "crossloom.passes.lower_fused_linear",
     "crossloom.passes.inline_composites",
     "crossloom.passes.accumulate_matmul_fp32",
     "crossloom.passes.legalize_ops",

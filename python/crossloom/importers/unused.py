@@ -55,7 +55,7 @@ def _unused(graph: Graph) -> set[relax.Var]:
     needed: set[relax.Var] = set(graph.escapes)
     dead: set[relax.Var] = set()
     for var in reversed(graph.order):
-        droppable = var in graph.in_dataflow and graph.scope[var] == 0 and var not in graph.casts
+        droppable = var in graph.block and graph.scope[var] == 0 and var not in graph.casts
         if droppable and var not in needed and not tvm.ir.is_prim_var(var):
             dead.add(var)
         else:

@@ -4,19 +4,25 @@ from .composite import composite_attrs, composite_name, outline
 from .dataflow_pattern import pattern
 from .driver import Match, Rule, Site, apply_rules, limit_rewrites, rewrite_pass
 from .graph import Graph, children, rebuild
+from .grouping import GroupRule, apply_groups, group_pass
+from .splice import splice
 
 __all__ = [
     "Graph",
+    "GroupRule",
     "Match",
     "Rule",
     "Site",
+    "apply_groups",
     "apply_rules",
     "children",
     "composite_attrs",
     "composite_name",
+    "group_pass",
     "limit_rewrites",
     "outline",
     "pattern",
     "rebuild",
     "rewrite_pass",
+    "splice",
 ]

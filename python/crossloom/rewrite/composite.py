@@ -12,7 +12,7 @@ from .driver import Site
 Attr = str | int | float | bool | Sequence[int]
 
 
-def _fresh_params(inputs: Sequence[relax.Expr], names: Sequence[str]) -> list[relax.Var]:
+def fresh_params(inputs: Sequence[relax.Expr], names: Sequence[str]) -> list[relax.Var]:
     """Return parameters of the inputs' types over fresh symbolic variables; an expression becomes one variable."""
     renamed: list[tuple[tirx.Expr, tirx.Var]] = []
 
@@ -58,7 +58,7 @@ def outline(
         Facts later passes read through :func:`composite_attrs`; stored as ``crossloom.<key>``.
     """
     builder = relax.BlockBuilder()
-    params = _fresh_params(list(inputs.values()), list(inputs))
+    params = fresh_params(list(inputs.values()), list(inputs))
     short = name.split(".")[-1]
     with builder.function(short, params, attrs={"Composite": name}, private=True):
         with builder.dataflow():

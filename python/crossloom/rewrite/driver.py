@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import tvm
 from tvm import ir, relax
@@ -95,6 +95,27 @@ class Rule:
     shared_interior: bool = False
 
 
+class _Asks(Protocol):
+    """What every rule has, whatever it does with a match."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def roots(self) -> frozenset[str]: ...
+
+    @property
+    def match(self) -> Callable[[Graph, relax.Var], Match | Verdict | None]: ...
+
+    @property
+    def legal(self) -> Callable[[Match], Verdict]: ...
+
+    @property
+    def worth(self) -> Callable[[Match], Verdict]: ...
+
+
+AnyRule = TypeVar("AnyRule", bound=_Asks)
+
 _limit: ContextVar[Counter[tuple[str, str, str]] | None] = ContextVar("crossloom_rewrite_limit", default=None)
 
 
@@ -112,7 +133,8 @@ def limit_rewrites(limits: Mapping[tuple[str, str, str], int]) -> Iterator[None]
         _limit.reset(token)
 
 
-def _root_name(graph: Graph, var: relax.Var) -> str:
+def root_name(graph: Graph, var: relax.Var) -> str:
+    """Return the operator or composite that a binding calls, ``\"\"`` where it calls neither."""
     value = graph.value[var]
     if not isinstance(value, relax.Call):
         return ""
@@ -141,6 +163,11 @@ def _judge(rule: Rule, match: Match, claimed: set[relax.Var]) -> Verdict:
                     var.name,
                     "the value is read outside the pattern, so it has to exist anyway",
                 )
+    return weigh(rule, match)
+
+
+def weigh(rule: AnyRule, match: Match) -> Verdict:
+    """Return what a rule itself says of a match: whether it is legal, and then whether it is worth it."""
     verdict = rule.legal(match)
     if verdict.fired:
         weighed = rule.worth(match)
@@ -181,13 +208,67 @@ def _left_unused(graph: Graph, todo: dict[relax.Var, tuple[Rule, Match]]) -> set
     needed: set[relax.Var] = set(graph.escapes)
     dead: set[relax.Var] = set()
     for var in reversed(graph.order):
-        if var not in needed and var in graph.users and var in graph.in_dataflow and var not in todo:
+        if var not in needed and var in graph.users and var in graph.block and var not in todo:
             dead.add(var)
             continue
         operands = todo[var][1].captures.values() if var in todo else (graph.value[var],)
         for expr in operands:
             needed.update(leaf for leaf in children(expr) if isinstance(leaf, relax.Var))
     return dead
+
+
+def graphs_of(mod: ir.IRModule, within_composites: bool = False) -> Iterator[tuple[ir.GlobalVar, Graph]]:
+    """Yield an index of every Relax function that rules may see."""
+    for gvar, func in mod.functions_items():
+        attrs = func.attrs or {}
+        if not isinstance(func, relax.Function) or "Codegen" in attrs:
+            continue
+        if "Composite" not in attrs or within_composites:
+            yield gvar, Graph(gvar.name_hint, func, mod)
+
+
+def choose(
+    graph: Graph, rules: Sequence[AnyRule], judge: Callable[[AnyRule, Match, set[relax.Var]], Verdict], pass_name: str
+) -> list[tuple[AnyRule, Match]]:
+    """Return what fires in a function, in the order of the rules, and record a verdict for every candidate.
+
+    Parameters
+    ----------
+    graph : Graph
+    rules : sequence
+        With ``name``, ``roots`` and ``match`` as of :class:`Rule`.
+    judge : callable (rule, Match, claimed bindings) -> Verdict
+    pass_name : str
+    """
+    left = _limit.get()
+    by_root: dict[str, list[relax.Var]] = {}
+    for var in graph.order:
+        name = root_name(graph, var)
+        if name:
+            by_root.setdefault(name, []).append(var)
+    claimed: set[relax.Var] = set()
+    chosen: list[tuple[AnyRule, Match]] = []
+    for rule in rules:
+        roots = sorted((v for r in rule.roots for v in by_root.get(r, ())), key=graph.position.__getitem__)
+        for var in roots:
+            if var in claimed:
+                # It lies inside what an earlier rule has replaced: not a candidate any more.
+                continue
+            found = rule.match(graph, var)
+            if found is None:
+                continue
+            verdict = found if isinstance(found, Verdict) else judge(rule, found, claimed)
+            if verdict.fired and left is not None:
+                place = (rule.name, graph.name, var.name)
+                if left[place] > 0:
+                    left[place] -= 1
+                else:
+                    verdict = refuse("held-back", detail="held back while bisecting")
+            record(verdict.at(rule.name, graph.name, var.name, pass_name))
+            if verdict.fired and isinstance(found, Match):
+                claimed |= found.interior
+                chosen.append((rule, found))
+    return chosen
 
 
 def apply_rules(
@@ -210,42 +291,9 @@ def apply_rules(
     tvm.ir.IRModule
         The same object when nothing fired.
     """
-    left = _limit.get()
     work: list[tuple[ir.GlobalVar, Graph, dict[relax.Var, tuple[Rule, Match]]]] = []
-    for gvar, func in mod.functions_items():
-        attrs = func.attrs or {}
-        if not isinstance(func, relax.Function) or "Codegen" in attrs:
-            continue
-        if "Composite" in attrs and not within_composites:
-            continue
-        graph = Graph(gvar.name_hint, func, mod)
-        by_root: dict[str, list[relax.Var]] = {}
-        for var in graph.order:
-            name = _root_name(graph, var)
-            if name:
-                by_root.setdefault(name, []).append(var)
-        claimed: set[relax.Var] = set()
-        todo: dict[relax.Var, tuple[Rule, Match]] = {}
-        for rule in rules:
-            roots = sorted((v for r in rule.roots for v in by_root.get(r, ())), key=graph.position.__getitem__)
-            for var in roots:
-                if var in claimed:
-                    # It lies inside what an earlier rule has replaced: not a candidate any more.
-                    continue
-                found = rule.match(graph, var)
-                if found is None:
-                    continue
-                verdict = found if isinstance(found, Verdict) else _judge(rule, found, claimed)
-                if verdict.fired and left is not None:
-                    place = (rule.name, graph.name, var.name)
-                    if left[place] > 0:
-                        left[place] -= 1
-                    else:
-                        verdict = refuse("held-back", detail="held back while bisecting")
-                record(verdict.at(rule.name, graph.name, var.name, pass_name))
-                if verdict.fired and isinstance(found, Match):
-                    claimed |= found.interior
-                    todo[var] = (rule, found)
+    for gvar, graph in graphs_of(mod, within_composites):
+        todo = {match.root: (rule, match) for rule, match in choose(graph, rules, _judge, pass_name)}
         if todo:
             work.append((gvar, graph, todo))
     if not work:

@@ -53,6 +53,8 @@ class Graph:
         Variables whose values use it; the function's or a branch's result does not appear here.
     escapes : set of relax.Var
         Variables used by a result (of the function, of a branch, of an inner function).
+    block : dict of relax.Var to int
+        The dataflow block a variable is bound in; those bound outside of one are missing.
     casts : set of relax.Var
         Variables bound by a ``match_cast``, which asserts a shape; their value is what is cast.
     """
@@ -65,9 +67,9 @@ class Graph:
         self.users: dict[relax.Var, list[relax.Var]] = {}
         self.escapes: set[relax.Var] = set()
         self.scope: dict[relax.Var, int] = {}
-        self.in_dataflow: set[relax.Var] = set()
+        self.block: dict[relax.Var, int] = {}
         self.casts: set[relax.Var] = set()
-        self._scopes = 0
+        self._scopes = self._blocks = 0
         self._map: object | None = None
         self._walk(func.body)
 
@@ -92,10 +94,12 @@ class Graph:
             self._escape(body)
             return
         for block in body.blocks:
+            number = self._blocks
+            self._blocks += 1
             for binding in block.bindings:
                 self._bind(binding.var, binding.value, scope)
                 if isinstance(block, relax.DataflowBlock):
-                    self.in_dataflow.add(binding.var)
+                    self.block[binding.var] = number
                 if isinstance(binding, relax.MatchCast):
                     self.casts.add(binding.var)
         self._escape(body.body)

@@ -1,0 +1,91 @@
+"""Replace fused linear regions by kernels.
+
+    q, k, v = fused_linear(x, w, wq, wk, wv)      # Composite = "crossloom.fused_linear"
+->  p = R.permute_dims(R.reshape(R.concat((wq, wk, wv)), ...), ...)   # on weights alone: folded when a model is built
+    q, k, v = R.call_tir(fused_linear_kernel, (x, w, p), ...)
+
+Fires for every region that :mod:`crossloom.passes.regions.linear` can read: one norm at most, linear layers of one
+value, then bias, activation or gate, scale, rotation, residual, in this order, and views between them.
+Never for a region that holds anything else: it stays executable as it is, and the verdict says what it was.
+
+Numerics: reassociates (sums of products in another order, float32 sums for float16).  Linear in the module's size.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+from crossloom.errors import UnsupportedTarget
+from crossloom.numerics import REASSOCIATES
+from crossloom.registry import PassInfo
+from crossloom.rewrite import Graph, Match, Rule, Site, rewrite_pass
+from crossloom.schedules.fused_linear import kernel, pack_bias, pack_weights, plan
+from crossloom.schedules.machine import Machine
+from crossloom.verdict import Verdict, refuse
+
+from .regions.linear import NoKernel, Region, read_linear
+
+_NAME = "lower-fused-linear"
+_REGION = "crossloom.fused_linear"
+
+
+def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
+    callee = graph.callee(root)
+    call = graph.value[root]
+    if callee is None or not isinstance(call, relax.Call):
+        return None
+    try:
+        region = read_linear(Graph(graph.name, callee, graph.mod))
+    except NoKernel as problem:
+        return refuse("no-kernel", root.name, str(problem))
+    captures = {param.name: arg for param, arg in zip(callee.params, call.args)}
+    return Match(graph, root, captures, frozenset((root,)), {"region": region})
+
+
+def _replace(site: Site, machine: Machine) -> relax.Expr:
+    region: Region = site.match.facts["region"]
+
+    def outer(expr: relax.Expr) -> relax.Expr:
+        return site[expr.name] if isinstance(expr, relax.Var) else expr
+
+    spec = region.spec
+    cut = plan(spec, machine)
+    operands = [outer(e) for e in (region.x, *region.norm)]
+    operands.append(pack_weights(site.builder, spec, cut, [(outer(w), layout) for w, layout in region.weights]))
+    if spec.bias:
+        biases = [(None if b is None else outer(b), count) for b, count in region.biases]
+        operands.append(pack_bias(site.builder, spec, cut, biases))
+    operands += [outer(e) for e in region.extras]
+    func = kernel(spec, machine)
+    gvar = site.builder.add_func(func, "fused_linear_kernel")
+    ty = site.match.root.ty
+    return relax.call_tir(gvar, operands, list(ty.fields) if isinstance(ty, relax.TupleType) else ty)
+
+
+def LowerFusedLinear(target: tvm.target.Target | None = None) -> tvm.transform.Pass:
+    """Return the pass.
+
+    Parameters
+    ----------
+    target : tvm.target.Target or None
+        Registers and vectors are its; None takes the current target.
+
+    Raises
+    ------
+    UnsupportedTarget
+        When the pass runs and there is neither.
+    """
+
+    def replace(site: Site) -> relax.Expr:
+        found = target or tvm.target.Target.current(allow_none=True)
+        if found is None:
+            raise UnsupportedTarget(
+                "LowerFusedLinear knows no target", "pass one, or run it inside `with tvm.target.Target(...)`"
+            )
+        return _replace(site, Machine.of(found))
+
+    return rewrite_pass(_NAME, [Rule("lower-fused-linear", frozenset({_REGION}), _match, replace)])
+
+
+PASS = PassInfo(_NAME, LowerFusedLinear, "lower", REASSOCIATES, doc="Fused linear regions become kernels.")

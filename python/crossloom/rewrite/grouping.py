@@ -1,0 +1,318 @@
+"""The grouping driver: bindings that belong together become one region, a composite of one or more results.
+
+Where :mod:`driver` puts an expression in the place of one binding, a group keeps its bindings as they are and only
+says that they are one operation: ``q, k, v = region(x, wq, wk, wv)``.  The members need not stand side by side, and
+what they make may be read in between: bindings are put in an order in which that works, and a group for which there is
+none (something outside depends on one member and feeds another) is refused.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import tvm
+from tvm import ir, relax
+from tvm.relax.expr import _update_type
+
+from ..errors import InternalError
+from ..verdict import Verdict, accept, refuse
+from .composite import Attr, composite_name, fresh_params
+from .driver import Match, choose, graphs_of, weigh
+from .graph import Graph, children, rebuild
+from .sizes import dimensions, is_size, sizes_in, translate
+from .splice import splice
+
+#: Composites of this kind are opened when they join a larger group.
+REGION = "crossloom.fused_"
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """One kind of group.
+
+    Attributes
+    ----------
+    name : str
+        Stands in verdicts.
+    roots : frozenset of str
+        Operator names (or composite names) of the bindings at which a group may be found.
+    match : callable (Graph, relax.Var) -> Match, Verdict or None
+        A match's interior are the members; its captures are not read.
+    composite : str
+        Name of the region, beginning with ``crossloom.fused_``.
+    attrs : callable (Match) -> mapping
+        Facts to store with it.
+    legal, worth : callable (Match) -> Verdict
+    """
+
+    name: str
+    roots: frozenset[str]
+    match: Callable[[Graph, relax.Var], Match | Verdict | None]
+    composite: str
+    attrs: Callable[[Match], Mapping[str, Attr]] = lambda m: {}
+    legal: Callable[[Match], Verdict] = lambda m: accept()
+    worth: Callable[[Match], Verdict] = lambda m: accept()
+
+
+def members_of(match: Match) -> list[relax.Var]:
+    """Return the bindings of a group in program order."""
+    return sorted(match.interior, key=match.graph.position.__getitem__)
+
+
+def inputs_of(match: Match) -> list[relax.Expr]:
+    """Return what the members read and do not define, in the order of first use: variables, and big constants."""
+    out: list[relax.Expr] = []
+    for var in members_of(match):
+        for leaf in children(match.graph.value[var]):
+            if isinstance(leaf, relax.Var) and not is_size(leaf):
+                if leaf not in match.interior and not any(leaf.same_as(known) for known in out):
+                    out.append(leaf)
+    return out
+
+
+def outputs_of(match: Match) -> list[relax.Var]:
+    """Return the members that are read outside, in program order."""
+    graph, inside = match.graph, match.interior
+    return [v for v in members_of(match) if v in graph.escapes or any(u not in inside for u in graph.users.get(v, ()))]
+
+
+class _Order:
+    """The groups accepted so far in one function, and whether another can be put beside them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.of: dict[relax.Var, frozenset[relax.Var]] = {}
+
+    def cycle(self, members: frozenset[relax.Var]) -> relax.Var | None:
+        """Return a binding outside that depends on a member and on which a member depends; None where there is none.
+
+        Only bindings between the first and the last member (of every group that is passed through) can be one.
+        """
+        graph = self.graph
+        last = max(graph.position[v] for v in members)
+        stack = [(u, u) for v in members for u in graph.users.get(v, ()) if u not in members]
+        seen: set[relax.Var] = set()
+        while stack:
+            var, first = stack.pop()
+            for node in self.of.get(var, frozenset((var,))):
+                if node in members:
+                    return first
+                last_here = last if node not in self.of else max(last, *(graph.position[v] for v in self.of[node]))
+                if node in seen or graph.position[node] > last_here:
+                    continue
+                seen.add(node)
+                stack.extend((user, first) for user in graph.users.get(node, ()))
+        return None
+
+    def judge(self, rule: GroupRule, match: Match, claimed: set[relax.Var]) -> Verdict:
+        """Return whether a group may be formed; a group that may is remembered."""
+        graph = self.graph
+        for var in members_of(match):
+            if var in claimed:
+                return refuse("claimed-by-earlier-rewrite", var.name)
+            if var in graph.casts:
+                return refuse("crosses-a-match-cast", var.name, "what it asserts of a shape would be lost")
+            if var not in graph.block:
+                return refuse("outside-a-dataflow-block", var.name, "its order against effects is fixed")
+            if graph.block[var] != graph.block[match.root]:
+                return refuse("crosses-a-branch", var.name)
+        first, last = (graph.position[v] for v in (members_of(match)[0], members_of(match)[-1]))
+        for cast in graph.casts:
+            if first < graph.position[cast] < last:
+                return refuse("spans-a-match-cast", cast.name, "nothing is moved across what may define a size")
+        known = [(d, d) for expr in inputs_of(match) for d in dimensions(expr)]
+        for var in members_of(match):
+            for size in sizes_in(graph.value[var]):
+                if translate(size, known) is None:
+                    return refuse("dimension-not-among-operands", str(size), "the region could not know this size")
+        if (between := self.cycle(match.interior)) is not None:
+            return refuse("not-convex", between.name, "it depends on one member and another member depends on it")
+        verdict = weigh(rule, match)
+        if verdict.fired:
+            self.of.update(dict.fromkeys(match.interior, match.interior))
+        return verdict
+
+
+def _region(match: Match, rule: GroupRule, inputs: Sequence[relax.Expr]) -> relax.Function:
+    """Return the private function of a group's members; regions among them are opened."""
+    graph = match.graph
+    params = fresh_params(inputs, [f"a{i}" for i in range(len(inputs))])
+    env: dict[relax.Expr, relax.Expr] = dict(zip(inputs, params))
+    known = [pair for old, new in zip(inputs, params) for pair in zip(dimensions(old), dimensions(new))]
+    builder = relax.BlockBuilder()
+
+    def renew(expr: relax.Expr) -> relax.Expr:
+        if isinstance(expr, relax.ShapeExpr):
+            return relax.ShapeExpr([translate(d, known) for d in expr.values])
+        if is_size(expr):
+            return translate(expr, known)
+        return env[expr] if isinstance(expr, relax.Var) else expr
+
+    short = rule.composite.split(".")[-1]
+    with builder.function(short, params, attrs={"Composite": rule.composite}, private=True):
+        with builder.dataflow():
+            for var in members_of(match):
+                value = rebuild(graph.value[var], renew)
+                callee = graph.callee(var)
+                if callee is not None and composite_name(callee).startswith(REGION):
+                    env[var] = splice(builder, callee, list(value.args))
+                elif isinstance(value, relax.TupleGetItem) and isinstance(value.tuple_value, relax.Tuple):
+                    env[var] = value.tuple_value.fields[value.index]
+                elif isinstance(value, relax.Tuple):
+                    env[var] = value
+                else:
+                    env[var] = builder.emit(value)
+            outputs = [env[var] for var in outputs_of(match)]
+            result = builder.emit_output(outputs[0] if len(outputs) == 1 else relax.Tuple(outputs))
+        builder.emit_func_output(result)
+    func = builder.get()[short].with_attr("Composite", rule.composite)
+    for key, value in rule.attrs(match).items():
+        func = func.with_attr(f"crossloom.{key}", list(value) if isinstance(value, (list, tuple)) else value)
+    return func
+
+
+def _call(builder: relax.BlockBuilder, match: Match, rule: GroupRule) -> list[relax.Binding]:
+    """Return the bindings that stand for a group: the call, and where it has several results their names."""
+    inputs = inputs_of(match)
+    gvar = builder.add_func(_region(match, rule, inputs), rule.composite.split(".")[-1])
+    call = builder.normalize(relax.Call(gvar, inputs))
+    outputs = outputs_of(match)
+    if len(outputs) == 1:
+        return [relax.VarBinding(outputs[0], call)]
+    whole = relax.DataflowVar(f"{match.root.name}_fused", call.ty)
+    fields = [builder.normalize(relax.TupleGetItem(whole, i)) for i in range(len(outputs))]
+    return [relax.VarBinding(whole, call), *(relax.VarBinding(v, item) for v, item in zip(outputs, fields))]
+
+
+def _ordered(
+    block: relax.DataflowBlock,
+    graph: Graph,
+    groups: Mapping[relax.Var, tuple[GroupRule, Match]],
+    make: Callable[[GroupRule, Match], Iterable[relax.Binding]],
+) -> list[relax.Binding]:
+    """Return a block's bindings with each group in one place, otherwise as near to their order as that allows."""
+    key: dict[relax.Var, relax.Var] = {}
+    waits: dict[relax.Var, int] = {}
+    feeds: dict[relax.Var, list[relax.Var]] = {}
+    bindings = {binding.var: binding for binding in block.bindings}
+    for var in bindings:
+        key[var] = groups[var][1].root if var in groups else var
+        waits.setdefault(key[var], 0)
+    for var in bindings:
+        for leaf in children(graph.value[var]):
+            if isinstance(leaf, relax.Var) and leaf in key and key[leaf] is not key[var]:
+                feeds.setdefault(key[leaf], []).append(key[var])
+                waits[key[var]] += 1
+    # A match_cast may bind a symbolic size that anything behind it mentions: nothing moves across one.
+    fence: relax.Var | None = None
+    for var in bindings:
+        if fence is not None and key[var] is not fence:
+            feeds.setdefault(fence, []).append(key[var])
+            waits[key[var]] += 1
+        fence = var if var in graph.casts else fence
+    place = graph.position
+    ready = [(place[var], var) for var in waits if not waits[var]]
+    heapq.heapify(ready)
+    out: list[relax.Binding] = []
+    while ready:
+        _, var = heapq.heappop(ready)
+        out.extend(make(*groups[var]) if var in groups else (bindings[var],))
+        for user in feeds.get(var, ()):
+            waits[user] -= 1
+            if not waits[user]:
+                heapq.heappush(ready, (place[user], user))
+    if any(waits.values()):
+        stuck = min((v for v in waits if waits[v]), key=place.__getitem__)
+        raise InternalError(f"groups of function {graph.name} wait for each other at {stuck.name}")
+    return out
+
+
+def _rebuilt(
+    body: relax.Expr,
+    graph: Graph,
+    groups: Mapping[relax.Var, tuple[GroupRule, Match]],
+    make: Callable[[GroupRule, Match], Iterable[relax.Binding]],
+) -> relax.Expr:
+    """Return a body with every group in its block; variables stay the ones they were."""
+    if not isinstance(body, relax.SeqExpr):
+        return body
+    blocks: list[relax.BindingBlock] = []
+    for block in body.blocks:
+        if isinstance(block, relax.DataflowBlock):
+            inside = any(binding.var in groups for binding in block.bindings)
+            blocks.append(relax.DataflowBlock(_ordered(block, graph, groups, make)) if inside else block)
+            continue
+        bindings = []
+        for binding in block.bindings:
+            value = binding.value
+            if isinstance(value, relax.If):
+                branches = [_rebuilt(b, graph, groups, make) for b in (value.true_branch, value.false_branch)]
+                if not all(new.same_as(old) for new, old in zip(branches, (value.true_branch, value.false_branch))):
+                    binding = relax.VarBinding(binding.var, _typed(relax.If(value.cond, *branches), value.ty))
+            bindings.append(binding)
+        same = all(new.same_as(old) for new, old in zip(bindings, block.bindings))
+        blocks.append(block if same else relax.BindingBlock(bindings))
+    if all(new.same_as(old) for new, old in zip(blocks, body.blocks)):
+        return body
+    return _typed(relax.SeqExpr(blocks, body.body), body.ty)
+
+
+def _typed(expr: relax.Expr, ty: relax.Type) -> relax.Expr:
+    """Return an expression built by hand with the type of the one it replaces: nothing infers it any more."""
+    _update_type(expr, ty)
+    return expr
+
+
+def apply_groups(mod: ir.IRModule, rules: Sequence[GroupRule], pass_name: str = "") -> ir.IRModule:
+    """Form groups, in order of priority of their rules, in every Relax function that is not a composite itself.
+
+    Parameters
+    ----------
+    mod : tvm.ir.IRModule
+    rules : sequence of GroupRule
+        An earlier rule's group claims its members.
+    pass_name : str
+        Registry name of the pass, for verdicts.
+
+    Returns
+    -------
+    tvm.ir.IRModule
+        The same object when no group was formed.
+    """
+    work: list[tuple[ir.GlobalVar, Graph, dict[relax.Var, tuple[GroupRule, Match]]]] = []
+    for gvar, graph in graphs_of(mod):
+        order = _Order(graph)
+        groups = {v: pair for pair in choose(graph, rules, order.judge, pass_name) for v in pair[1].interior}
+        if groups:
+            work.append((gvar, graph, groups))
+    if not work:
+        return mod
+    builder = relax.BlockBuilder(mod)
+    for gvar, graph, groups in work:
+        func = graph.func
+        body = _rebuilt(func.body, graph, groups, lambda rule, match: _call(builder, match, rule))
+        builder.update_func(gvar, relax.Function(func.params, body, func.ret_ty, func.is_pure).with_attrs(func.attrs))
+    out = builder.get()
+    return out.with_attrs(mod.attrs) if mod.attrs else out
+
+
+def group_pass(name: str, rules: Sequence[GroupRule]) -> tvm.transform.Pass:
+    """Return a TVM module pass that forms groups and checks that what comes out is well-formed.
+
+    Parameters
+    ----------
+    name : str
+        The pass's registry name; TVM's instruments and the ledger show it.
+    rules : sequence of GroupRule
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name=name)
+    def transform(mod: ir.IRModule, ctx: tvm.transform.PassContext) -> ir.IRModule:
+        out = apply_groups(mod, rules, name)
+        if out is not mod:
+            relax.analysis.well_formed(out)
+        return out
+
+    return transform

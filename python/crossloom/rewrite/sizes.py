@@ -1,0 +1,52 @@
+"""Symbolic sizes across a call: a callee's dimensions in terms of its arguments', and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tvm import ir, relax, tirx
+from tvm_ffi import structural_equal, structural_map
+
+from .graph import children
+
+#: Pairs of (dimension on one side, the same on the other).
+Known = Sequence[tuple[tirx.Expr, tirx.Expr]]
+
+
+def dimensions(expr: relax.Expr) -> list[tirx.Expr]:
+    """Return the dimensions of a tensor of known shape, none for anything else."""
+    ty = expr.ty
+    return list(ty.shape) if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) else []
+
+
+def is_size(expr: relax.Expr) -> bool:
+    """Return whether an operand is a number of the shape language: a bound of a slice, an end of a range."""
+    return isinstance(getattr(expr, "ty", None), ir.PrimType)
+
+
+def sizes_in(value: relax.Expr) -> Iterator[tirx.Expr]:
+    """Yield the dimensions and numbers that a binding's value mentions."""
+    for leaf in children(value):
+        if isinstance(leaf, relax.ShapeExpr):
+            yield from leaf.values
+        elif is_size(leaf):
+            yield leaf
+
+
+def translate(dim: tirx.Expr, known: Known) -> tirx.Expr | None:
+    """Return a dimension in terms of the other side's, None where ``known`` does not determine it."""
+    if isinstance(dim, (int, tirx.IntImm)):
+        return dim
+    for old, new in known:
+        if structural_equal(old, dim):
+            return new
+    missing: list[tirx.Var] = []
+
+    def renew(var: tirx.Var) -> tirx.Expr:
+        found = next((new for old, new in known if var.same_as(old)), None)
+        if found is None:
+            missing.append(var)
+        return var if found is None else found
+
+    renewed = structural_map(dim, (tirx.Var, renew)) if not isinstance(dim, tirx.Var) else renew(dim)
+    return None if missing else renewed

@@ -1,0 +1,155 @@
+"""How a fused linear kernel is cut: columns into groups of whole registers, rows into tiles, both over threads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..machine import Machine
+from ..steps import ASSUMED_EXTENT, PARALLEL_MIN_WORK
+from .spec import Output, Spec
+
+#: Registers that a tile leaves for operands.
+_SPARE_REGISTERS = 4
+_MOST_ROWS = 8
+#: Rows of x that are worked through before the next group of columns: this much of x stays in the second-level cache.
+_CACHED_BYTES = 1 << 18
+#: Partial sums of a product with a single row; one sum alone would wait for itself.
+_PARTIAL_SUMS = 4
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The groups of one output.
+
+    Attributes
+    ----------
+    start : int
+        Its first group.
+    per_head : int
+        Groups of each head.
+    pairs : int
+        How many of these, the first ones, hold pairs: two registers' worth of columns that are combined.
+    """
+
+    start: int
+    per_head: int
+    pairs: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cut.
+
+    Attributes
+    ----------
+    width : int
+        Columns of a group.
+    height : int
+        Rows of a tile; the rows that are left over are done one by one.
+    groups : int
+    columns : tuple of Columns
+        One per output.
+    chunk : int
+        Rows that are worked through before the next group of columns, a multiple of ``height``.
+    partial : int
+        Partial sums of a single row.
+    parallel : bool
+    """
+
+    width: int
+    height: int
+    groups: int
+    columns: tuple[Columns, ...]
+    chunk: int
+    partial: int
+    parallel: bool
+
+
+def rows_of(spec: Spec) -> int | None:
+    """Return the number of rows, None where it is symbolic."""
+    return math.prod(int(r) for r in spec.rows) if all(isinstance(r, int) for r in spec.rows) else None
+
+
+def _height(rows: int | None, most: int) -> int:
+    """Return the tile height that wastes least: a row by itself costs about as much as two and a half in a tile."""
+    if rows is None:
+        return min(4, most)
+    return min(range(1, most + 1), key=lambda h: (rows // h * (h + 1.5) + rows % h * 2.5, -h))
+
+
+def plan(spec: Spec, machine: Machine) -> Plan:
+    """Choose the cut for a machine."""
+    lanes = machine.lanes(spec.sum_dtype)
+    widest = max(o.lanes for o in spec.outputs)
+    registers = min(4 if machine.vector_bytes == 16 and machine.registers >= 32 else 2, -(-widest // lanes))
+    paired = any(o.gate is not None or o.rotary is not None for o in spec.outputs)
+    registers = max(registers, 2 if paired else 1)
+    width = registers * lanes
+    columns, start = [], 0
+    for output in spec.outputs:
+        pairs = _pairs(output)
+        in_pairs, whole = -(-pairs // (width // 2)), -(-_singles(output) // width)
+        columns.append(Columns(start, in_pairs + whole, in_pairs))
+        start += math.prod(output.heads) * (in_pairs + whole)
+    rows = rows_of(spec)
+    most = max(1, min(_MOST_ROWS, (machine.registers - _SPARE_REGISTERS) // registers))
+    height = _height(rows, most)
+    chunk = max(1, _CACHED_BYTES // (4 * spec.depth) // height) * height
+    if start < 8:
+        chunk = min(chunk, 4 * height)
+    work = (ASSUMED_EXTENT if rows is None else rows) * start * width * spec.depth // lanes
+    partial = _PARTIAL_SUMS if spec.depth >= 4 * _PARTIAL_SUMS else 1
+    return Plan(width, height, start, tuple(columns), chunk, partial, work >= PARALLEL_MIN_WORK)
+
+
+def _pairs(output: Output) -> int:
+    """Return how many pairs of columns a head has."""
+    if output.gate is not None:
+        return output.lanes
+    return output.rotary.dim // 2 if output.rotary is not None else 0
+
+
+def _singles(output: Output) -> int:
+    """Return how many columns of a head stand alone."""
+    if output.gate is not None:
+        return 0
+    return output.lanes - (output.rotary.dim if output.rotary is not None else 0)
+
+
+def order(spec: Spec, cut: Plan) -> np.ndarray:
+    """Return which column of W each column of each group is.
+
+    Returns
+    -------
+    np.ndarray
+        ``(groups * width,)`` int64.  Columns that fill up a group are any column: what they give is not stored.
+    """
+    out: list[np.ndarray] = []
+    half = cut.width // 2
+    for output in spec.outputs:
+        offsets = np.zeros((), np.int64)
+        for extent, stride in zip(output.heads, output.strides, strict=True):
+            offsets = offsets[..., None] + stride * np.arange(extent)
+        pairs = np.arange(_pairs(output))
+        if output.gate is not None:
+            first, second = output.gate + pairs, output.first + pairs
+        elif output.rotary is not None and output.rotary.convention == "interleaved":
+            first, second = output.first + 2 * pairs, output.first + 2 * pairs + 1
+        else:
+            first, second = output.first + pairs, output.first + pairs + len(pairs)
+        head: list[np.ndarray] = []
+        for at in range(0, len(pairs), half):
+            head += [_filled(first[at : at + half], half), _filled(second[at : at + half], half)]
+        singles = output.first + output.lanes - _singles(output) + np.arange(_singles(output))
+        head += [_filled(singles[at : at + cut.width], cut.width) for at in range(0, len(singles), cut.width)]
+        columns = np.concatenate(head)
+        out += [columns + offset for offset in offsets.reshape(-1)]
+    return np.concatenate(out).astype(np.int64)
+
+
+def _filled(columns: np.ndarray, width: int) -> np.ndarray:
+    """Return columns repeated up to a width."""
+    return np.concatenate([columns, np.repeat(columns[-1:], width - len(columns))])
