@@ -22,6 +22,7 @@ from crossloom.rewrite import Graph, GroupRule, Match, composite_name, group_pas
 from crossloom.verdict import Verdict, accept, refuse
 
 from .matching.spelling import dtype
+from .regions.linear import LINEAR_REGION
 
 _NAME = "fuse-parallel-projections"
 _LINEAR = "crossloom.linear"
@@ -53,7 +54,7 @@ def _legal(m: Match) -> Verdict:
 
 def FuseParallelProjections() -> tvm.transform.Pass:
     """Return the pass; see the module's docstring."""
-    rule = GroupRule("parallel-projections", frozenset({_LINEAR}), _match, "crossloom.fused_linear", legal=_legal)
+    rule = GroupRule("parallel-projections", frozenset({_LINEAR}), _match, LINEAR_REGION, legal=_legal)
     return group_pass(_NAME, [rule])
 
 

@@ -13,6 +13,8 @@ Numerics: reassociates (sums of products in another order, float32 sums for floa
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import tvm
 from tvm import relax
 
@@ -20,14 +22,14 @@ from crossloom.errors import UnsupportedTarget
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
 from crossloom.rewrite import Graph, Match, Rule, Site, rewrite_pass
-from crossloom.schedules.fused_linear import kernel, pack_bias, pack_weights, plan
+from crossloom.schedules.fused_linear import Norm, kernel, pack_bias, pack_weights, plan
 from crossloom.schedules.machine import Machine
 from crossloom.verdict import Verdict, refuse
 
-from .regions.linear import NoKernel, Region, read_linear
+from .matching.spelling import is_weight, uncast
+from .regions.linear import LINEAR_REGION, NoKernel, Region, read_linear
 
 _NAME = "lower-fused-linear"
-_REGION = "crossloom.fused_linear"
 
 
 def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
@@ -43,16 +45,20 @@ def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     return Match(graph, root, captures, frozenset((root,)), {"region": region})
 
 
-def _replace(site: Site, machine: Machine) -> relax.Expr:
+def _lower(site: Site, machine: Machine) -> relax.Expr:
     region: Region = site.match.facts["region"]
 
     def outer(expr: relax.Expr) -> relax.Expr:
         return site[expr.name] if isinstance(expr, relax.Var) else expr
 
-    spec = region.spec
+    spec, norm = region.spec, [outer(e) for e in region.norm]
+    weights = [(outer(w), layout) for w, layout in region.weights]
+    if _norm_folds(site.match, region):
+        factor, norm = norm[0], []
+        weights = [(_scaled(site.builder, weight, layout, factor), layout) for weight, layout in weights]
+        spec = replace(spec, norm=Norm("rms", spec.norm.epsilon))
     cut = plan(spec, machine)
-    operands = [outer(e) for e in (region.x, *region.norm)]
-    operands.append(pack_weights(site.builder, spec, cut, [(outer(w), layout) for w, layout in region.weights]))
+    operands = [outer(region.x), *norm, pack_weights(site.builder, spec, cut, weights)]
     if spec.bias:
         biases = [(None if b is None else outer(b), count) for b, count in region.biases]
         operands.append(pack_bias(site.builder, spec, cut, biases))
@@ -61,6 +67,23 @@ def _replace(site: Site, machine: Machine) -> relax.Expr:
     gvar = site.builder.add_func(func, "fused_linear_kernel")
     ty = site.match.root.ty
     return relax.call_tir(gvar, operands, list(ty.fields) if isinstance(ty, relax.TupleType) else ty)
+
+
+def _norm_folds(match: Match, region: Region) -> bool:
+    """Return whether an RMS norm's weight can be multiplied into weights once and for all."""
+    norm = region.spec.norm
+    if norm is None or norm.kind != "rms" or not norm.weight or norm.bias or region.spec.dtype == "float16":
+        return False
+    operands = (*region.norm, *(weight for weight, _ in region.weights))
+    captured = (match.captures[e.name] if isinstance(e, relax.Var) else e for e in operands)
+    return all(is_weight(match.graph, uncast(match.graph, expr)) for expr in captured)
+
+
+def _scaled(builder: relax.BlockBuilder, weight: relax.Expr, layout: str, factor: relax.Expr) -> relax.Expr:
+    """Return a weight whose inputs are multiplied by a factor each."""
+    if layout == "in_out":
+        factor = builder.emit(relax.op.expand_dims(factor, 1))
+    return builder.emit(relax.op.multiply(weight, factor))
 
 
 def LowerFusedLinear(target: tvm.target.Target | None = None) -> tvm.transform.Pass:
@@ -77,15 +100,15 @@ def LowerFusedLinear(target: tvm.target.Target | None = None) -> tvm.transform.P
         When the pass runs and there is neither.
     """
 
-    def replace(site: Site) -> relax.Expr:
+    def lower(site: Site) -> relax.Expr:
         found = target or tvm.target.Target.current(allow_none=True)
         if found is None:
             raise UnsupportedTarget(
                 "LowerFusedLinear knows no target", "pass one, or run it inside `with tvm.target.Target(...)`"
             )
-        return _replace(site, Machine.of(found))
+        return _lower(site, Machine.of(found))
 
-    return rewrite_pass(_NAME, [Rule("lower-fused-linear", frozenset({_REGION}), _match, replace)])
+    return rewrite_pass(_NAME, [Rule("lower-fused-linear", frozenset({LINEAR_REGION}), _match, lower)])
 
 
 PASS = PassInfo(_NAME, LowerFusedLinear, "lower", REASSOCIATES, doc="Fused linear regions become kernels.")

@@ -7,13 +7,17 @@ from dataclasses import dataclass, replace
 
 from tvm import relax, tirx
 
-from crossloom.rewrite import Graph, composite_attrs, composite_name
+from crossloom.rewrite import Graph, Match, composite_attrs, composite_name, region_of, unknown_size
 from crossloom.schedules.fused_linear import Dim, Norm, Output, Rotary, Spec
+from crossloom.verdict import Verdict, accept, refuse
 
 from ..matching.spelling import dims, dtype, scalar
 from .views import Axis, View, apply_view, columns_of, number
 
-_ACTIVATIONS = {"relax.nn.relu": "relu", "relax.sigmoid": "sigmoid", "relax.tanh": "tanh", "relax.nn.silu": "silu"}
+#: The composite's name.
+LINEAR_REGION = "crossloom.fused_linear"
+#: Operators that are an activation of the kernel.
+ACTIVATIONS = {"relax.nn.relu": "relu", "relax.sigmoid": "sigmoid", "relax.tanh": "tanh", "relax.nn.silu": "silu"}
 _MOVES = frozenset({"relax.reshape", "relax.permute_dims", "relax.squeeze", "relax.expand_dims", "relax.strided_slice"})
 
 
@@ -239,8 +243,8 @@ class _Reader:
                 self.values[var] = self._composite(var, callee, value)
             elif op in steps:
                 self.values[var] = steps[op](value, var)
-            elif op in _ACTIVATIONS and (inner := self._columns(value.args[0])) is not None:
-                self.values[var] = self._activated(inner, _ACTIVATIONS[op], var)
+            elif op in ACTIVATIONS and (inner := self._columns(value.args[0])) is not None:
+                self.values[var] = self._activated(inner, ACTIVATIONS[op], var)
             elif op in _MOVES:
                 self.values[var] = self._moved(value, op, var)
             elif op == "relax.split":
@@ -367,3 +371,15 @@ def read_linear(graph: Graph) -> Region:
     spec = Spec(tuple(shape[:-1]), shape[-1], kind, tuple(outputs), rows.norm, biased)
     biases = tuple(reader.biases) if biased else ()
     return Region(spec, rows.x, rows.operands, tuple(reader.weights), biases, tuple(extras))
+
+
+def kernel_takes(match: Match) -> Verdict:
+    """Refuse a group that no fused linear kernel could compute: a ``legal`` for rules that form or grow regions."""
+    if (size := unknown_size(match)) is not None:
+        return refuse("dimension-not-among-operands", str(size), "the region could not know this size")
+    func = region_of(match, LINEAR_REGION)
+    try:
+        read_linear(Graph(match.graph.name, func, match.graph.mod))
+    except NoKernel as problem:
+        return refuse("no-kernel", match.root.name, str(problem))
+    return accept()

@@ -25,6 +25,9 @@ CPU: tuple[str, ...] = (
     "canonicalize-transformer",
     # One region a group of operators that one kernel computes.
     "fuse-parallel-projections",
+    # Regions grow: what follows linear layers, then the norm in front of them.
+    "fuse-linear-epilogue",
+    "fold-norm-into-linear",
     # Regions to kernels: while composites say what is in them.
     "lower-fused-linear",
     # Composites nobody claimed become plain operators again: before anything that walks operators.

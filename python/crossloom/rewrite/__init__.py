@@ -4,7 +4,7 @@ from .composite import composite_attrs, composite_name, outline
 from .dataflow_pattern import pattern
 from .driver import Match, Rule, Site, apply_rules, limit_rewrites, rewrite_pass
 from .graph import Graph, children, rebuild
-from .grouping import GroupRule, apply_groups, group_pass
+from .grouping import GroupRule, apply_groups, group_pass, region_of, unknown_size
 from .splice import splice
 
 __all__ = [
@@ -23,6 +23,8 @@ __all__ = [
     "outline",
     "pattern",
     "rebuild",
+    "region_of",
     "rewrite_pass",
     "splice",
+    "unknown_size",
 ]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import tvm
-from tvm import ir, relax
+from tvm import ir, relax, tirx
 from tvm.relax.expr import _update_type
 
 from ..errors import InternalError
@@ -78,6 +78,13 @@ def outputs_of(match: Match) -> list[relax.Var]:
     return [v for v in members_of(match) if v in graph.escapes or any(u not in inside for u in graph.users.get(v, ()))]
 
 
+def unknown_size(match: Match) -> tirx.Expr | None:
+    """Return a size that members mention and that the region could not know from what it is given, if there is one."""
+    known = [(d, d) for expr in inputs_of(match) for d in dimensions(expr)]
+    mentioned = (size for var in members_of(match) for size in sizes_in(match.graph.value[var]))
+    return next((size for size in mentioned if translate(size, known) is None), None)
+
+
 class _Order:
     """The groups accepted so far in one function, and whether another can be put beside them."""
 
@@ -122,11 +129,8 @@ class _Order:
         for cast in graph.casts:
             if first < graph.position[cast] < last:
                 return refuse("spans-a-match-cast", cast.name, "nothing is moved across what may define a size")
-        known = [(d, d) for expr in inputs_of(match) for d in dimensions(expr)]
-        for var in members_of(match):
-            for size in sizes_in(graph.value[var]):
-                if translate(size, known) is None:
-                    return refuse("dimension-not-among-operands", str(size), "the region could not know this size")
+        if (size := unknown_size(match)) is not None:
+            return refuse("dimension-not-among-operands", str(size), "the region could not know this size")
         if (between := self.cycle(match.interior)) is not None:
             return refuse("not-convex", between.name, "it depends on one member and another member depends on it")
         verdict = weigh(rule, match)
@@ -135,9 +139,19 @@ class _Order:
         return verdict
 
 
-def _region(match: Match, rule: GroupRule, inputs: Sequence[relax.Expr]) -> relax.Function:
-    """Return the private function of a group's members; regions among them are opened."""
-    graph = match.graph
+def region_of(match: Match, composite: str, attrs: Mapping[str, Attr] | None = None) -> relax.Function:
+    """Return the private function that a group's members would become; regions among them are opened.
+
+    Parameters
+    ----------
+    match : Match
+        Its interior are the members.
+    composite : str
+        Name of the region.
+    attrs : mapping
+        Facts to store with it.
+    """
+    graph, inputs = match.graph, inputs_of(match)
     params = fresh_params(inputs, [f"a{i}" for i in range(len(inputs))])
     env: dict[relax.Expr, relax.Expr] = dict(zip(inputs, params))
     known = [pair for old, new in zip(inputs, params) for pair in zip(dimensions(old), dimensions(new))]
@@ -150,8 +164,8 @@ def _region(match: Match, rule: GroupRule, inputs: Sequence[relax.Expr]) -> rela
             return translate(expr, known)
         return env[expr] if isinstance(expr, relax.Var) else expr
 
-    short = rule.composite.split(".")[-1]
-    with builder.function(short, params, attrs={"Composite": rule.composite}, private=True):
+    short = composite.split(".")[-1]
+    with builder.function(short, params, attrs={"Composite": composite}, private=True):
         with builder.dataflow():
             for var in members_of(match):
                 value = rebuild(graph.value[var], renew)
@@ -167,8 +181,8 @@ def _region(match: Match, rule: GroupRule, inputs: Sequence[relax.Expr]) -> rela
             outputs = [env[var] for var in outputs_of(match)]
             result = builder.emit_output(outputs[0] if len(outputs) == 1 else relax.Tuple(outputs))
         builder.emit_func_output(result)
-    func = builder.get()[short].with_attr("Composite", rule.composite)
-    for key, value in rule.attrs(match).items():
+    func = builder.get()[short].with_attr("Composite", composite)
+    for key, value in (attrs or {}).items():
         func = func.with_attr(f"crossloom.{key}", list(value) if isinstance(value, (list, tuple)) else value)
     return func
 
@@ -176,7 +190,8 @@ def _region(match: Match, rule: GroupRule, inputs: Sequence[relax.Expr]) -> rela
 def _call(builder: relax.BlockBuilder, match: Match, rule: GroupRule) -> list[relax.Binding]:
     """Return the bindings that stand for a group: the call, and where it has several results their names."""
     inputs = inputs_of(match)
-    gvar = builder.add_func(_region(match, rule, inputs), rule.composite.split(".")[-1])
+    region = region_of(match, rule.composite, rule.attrs(match))
+    gvar = builder.add_func(region, rule.composite.split(".")[-1])
     call = builder.normalize(relax.Call(gvar, inputs))
     outputs = outputs_of(match)
     if len(outputs) == 1:
