@@ -8,6 +8,7 @@ none (something outside depends on one member and feeds another) is refused.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,14 +63,13 @@ def members_of(match: Match) -> list[relax.Var]:
 
 
 def inputs_of(match: Match) -> list[relax.Expr]:
-    """Return what the members read and do not define, in the order of first use: variables, and big constants."""
-    out: list[relax.Expr] = []
+    """Return the variables that members read and do not define, in the order of first use; constants stay inside."""
+    out: dict[relax.Expr, None] = {}
     for var in members_of(match):
         for leaf in children(match.graph.value[var]):
-            if isinstance(leaf, relax.Var) and not is_size(leaf):
-                if leaf not in match.interior and not any(leaf.same_as(known) for known in out):
-                    out.append(leaf)
-    return out
+            if isinstance(leaf, relax.Var) and not is_size(leaf) and leaf not in match.interior:
+                out.setdefault(leaf)
+    return list(out)
 
 
 def outputs_of(match: Match) -> list[relax.Var]:
@@ -91,23 +91,42 @@ class _Order:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.of: dict[relax.Var, frozenset[relax.Var]] = {}
+        self.casts = sorted((graph.position[v], v) for v in graph.casts)
+        # Stretches of the program that groups lie in, apart from each other and in order: (first, last) positions.
+        self.stretches: list[tuple[int, int]] = []
 
-    def cycle(self, members: frozenset[relax.Var]) -> relax.Var | None:
+    def _stretch(self, first: int, last: int) -> tuple[int, int, int, int]:
+        """Return the stretch that a group would lie in, and which of those there are (from, to) become part of it."""
+        begin = bisect.bisect_left(self.stretches, first, key=lambda s: s[1])
+        end = bisect.bisect_right(self.stretches, last, key=lambda s: s[0])
+        if begin < end:
+            first, last = min(first, self.stretches[begin][0]), max(last, self.stretches[end - 1][1])
+        return first, last, begin, end
+
+    def accept(self, members: frozenset[relax.Var]) -> None:
+        """Remember a group."""
+        self.of.update(dict.fromkeys(members, members))
+        places = [self.graph.position[v] for v in members]
+        first, last, begin, end = self._stretch(min(places), max(places))
+        self.stretches[begin:end] = [(first, last)]
+
+    def cycle(self, members: frozenset[relax.Var], claimed: set[relax.Var]) -> relax.Var | None:
         """Return a binding outside that depends on a member and on which a member depends; None where there is none.
 
-        Only bindings between the first and the last member (of every group that is passed through) can be one.
+        One behind the stretch that the members lie in cannot be: values flow forward, and back only within a group.
         """
         graph = self.graph
-        last = max(graph.position[v] for v in members)
+        places = [graph.position[v] for v in members]
+        last = self._stretch(min(places), max(places))[1]
         stack = [(u, u) for v in members for u in graph.users.get(v, ()) if u not in members]
         seen: set[relax.Var] = set()
         while stack:
             var, first = stack.pop()
-            for node in self.of.get(var, frozenset((var,))):
+            # A group that was accepted and then held back (bisecting) is not claimed.
+            for node in self.of[var] if var in claimed else (var,):
                 if node in members:
                     return first
-                last_here = last if node not in self.of else max(last, *(graph.position[v] for v in self.of[node]))
-                if node in seen or graph.position[node] > last_here:
+                if node in seen or graph.position[node] > last:
                     continue
                 seen.add(node)
                 stack.extend((user, first) for user in graph.users.get(node, ()))
@@ -115,8 +134,8 @@ class _Order:
 
     def judge(self, rule: GroupRule, match: Match, claimed: set[relax.Var]) -> Verdict:
         """Return whether a group may be formed; a group that may is remembered."""
-        graph = self.graph
-        for var in members_of(match):
+        graph, members = self.graph, members_of(match)
+        for var in members:
             if var in claimed:
                 return refuse("claimed-by-earlier-rewrite", var.name)
             if var in graph.casts:
@@ -125,17 +144,19 @@ class _Order:
                 return refuse("outside-a-dataflow-block", var.name, "its order against effects is fixed")
             if graph.block[var] != graph.block[match.root]:
                 return refuse("crosses-a-branch", var.name)
-        first, last = (graph.position[v] for v in (members_of(match)[0], members_of(match)[-1]))
-        for cast in graph.casts:
-            if first < graph.position[cast] < last:
-                return refuse("spans-a-match-cast", cast.name, "nothing is moved across what may define a size")
+        behind = bisect.bisect_right(self.casts, graph.position[members[0]], key=lambda c: c[0])
+        if behind < len(self.casts) and self.casts[behind][0] < graph.position[members[-1]]:
+            cast = self.casts[behind][1]
+            return refuse("spans-a-match-cast", cast.name, "nothing is moved across what may define a size")
+        if not outputs_of(match):
+            return refuse("read-by-nobody", match.root.name, "the region would have no result")
         if (size := unknown_size(match)) is not None:
             return refuse("dimension-not-among-operands", str(size), "the region could not know this size")
-        if (between := self.cycle(match.interior)) is not None:
+        if (between := self.cycle(match.interior, claimed)) is not None:
             return refuse("not-convex", between.name, "it depends on one member and another member depends on it")
         verdict = weigh(rule, match)
         if verdict.fired:
-            self.of.update(dict.fromkeys(match.interior, match.interior))
+            self.accept(match.interior)
         return verdict
 
 
