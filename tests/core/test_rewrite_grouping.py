@@ -392,9 +392,11 @@ def test_groups_form_inside_branches():
     choice = out["decode"].body.blocks[1].bindings[0].value
     assert lines(choice.true_branch) == ["fused_test", 0, 1, "relax.add"]
     assert lines(choice.false_branch) == ["fused_test1"]
+    # As numpy: TVM's memory planner crashes on values of its own in both branches, which regions are not (tvm #20191).
     (x,) = data((2, 3))
-    for cond in (True, False):
-        same_results(mod, out, x, np.array(cond))
+    front = np.maximum(x, 0)
+    for cond, want in ((True, front + np.exp(x)), (False, np.exp(front) + front)):
+        np.testing.assert_allclose(run_module(out, "decode", [x, np.array(cond)])[0], want, rtol=1e-6)
 
 
 def test_a_group_does_not_cross_a_branch():
