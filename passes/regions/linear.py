@@ -373,13 +373,22 @@ def read_linear(graph: Graph) -> Region:
     return Region(spec, rows.x, rows.operands, tuple(reader.weights), biases, tuple(extras))
 
 
-def kernel_takes(match: Match) -> Verdict:
-    """Refuse a group that no fused linear kernel could compute: a ``legal`` for rules that form or grow regions."""
+def kernel_takes(match: Match, region: str = LINEAR_REGION, read: Callable[[Graph], object] = read_linear) -> Verdict:
+    """Refuse a group that no kernel could compute: a ``legal`` for rules that form or grow regions.
+
+    Parameters
+    ----------
+    match : Match
+    region : str
+        The composite that the group would become.
+    read : callable
+        Its reader, which raises :class:`NoKernel`.
+    """
     if (size := unknown_size(match)) is not None:
         return refuse("dimension-not-among-operands", str(size), "the region could not know this size")
-    func = region_of(match, LINEAR_REGION)
+    func = region_of(match, region)
     try:
-        read_linear(Graph(match.graph.name, func, match.graph.mod))
+        read(Graph(match.graph.name, func, match.graph.mod))
     except NoKernel as problem:
         return refuse("no-kernel", match.root.name, str(problem))
     return accept()
