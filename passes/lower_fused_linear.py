@@ -58,7 +58,12 @@ def _lower(site: Site, machine: Machine) -> relax.Expr:
         weights = [(_scaled(site.builder, weight, layout, factor), layout) for weight, layout in weights]
         spec = replace(spec, norm=Norm("rms", spec.norm.epsilon))
     cut = plan(spec, machine)
-    operands = [outer(region.x), *norm, pack_weights(site.builder, spec, cut, weights)]
+    operands = [
+        outer(region.x),
+        *norm,
+        *(outer(e) for e in region.turn),
+        pack_weights(site.builder, spec, cut, weights),
+    ]
     if spec.bias:
         biases = [(None if b is None else outer(b), count) for b, count in region.biases]
         operands.append(pack_bias(site.builder, spec, cut, biases))
@@ -74,6 +79,8 @@ def _norm_folds(match: Match, region: Region) -> bool:
     norm = region.spec.norm
     if norm is None or norm.kind != "rms" or not norm.weight or norm.bias or region.spec.dtype == "float16":
         return False
+    if region.spec.turn is not None:
+        return False  # A weight before a rotation is not one behind it.
     operands = (*region.norm, *(weight for weight, _ in region.weights))
     captured = (match.captures[e.name] if isinstance(e, relax.Var) else e for e in operands)
     return all(is_weight(match.graph, uncast(match.graph, expr)) for expr in captured)

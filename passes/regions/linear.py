@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from tvm import relax, tirx
 
 from crossloom.rewrite import Graph, Match, composite_attrs, composite_name, region_of, unknown_size
-from crossloom.schedules.fused_linear import Dim, Norm, Output, Rotary, Spec
+from crossloom.schedules.fused_linear import Dim, Norm, Output, Rotary, Spec, Turn
 from crossloom.verdict import Verdict, accept, refuse
 
-from ..matching.spelling import dims, dtype, scalar
-from .views import Axis, View, apply_view, columns_of, number
+from ..matching.spelling import dims, dtype, same_dims, scalar
+from .views import Axis, View, apply_view, columns_of, elements, number, turns_into
 
 #: The composite's name.
 LINEAR_REGION = "crossloom.fused_linear"
 #: Operators that are an activation of the kernel.
 ACTIVATIONS = {"relax.nn.relu": "relu", "relax.sigmoid": "sigmoid", "relax.tanh": "tanh", "relax.nn.silu": "silu"}
-_MOVES = frozenset({"relax.reshape", "relax.permute_dims", "relax.squeeze", "relax.expand_dims", "relax.strided_slice"})
+#: Operators that only move values.
+MOVES = frozenset(
+    f"relax.{op}" for op in ("reshape", "permute_dims", "squeeze", "expand_dims", "strided_slice", "take")
+)
+_FLOATS = frozenset({"float16", "float32", "float64"})
 
 
 class NoKernel(Exception):
@@ -35,27 +40,58 @@ class Region:
     x : relax.Var
     norm : tuple of relax.Var
         Weight and bias, those that are there.
+    turn : tuple of relax.Expr
+        cos and sin of a rotation of x.
     weights : tuple of (relax.Expr, layout)
     biases : tuple of (relax.Expr or None, number of columns)
     extras : tuple of relax.Expr
-        Tables and residuals in the kernel's order.
+        Norm operands, tables and residuals of the outputs in the kernel's order.
     """
 
     spec: Spec
     x: relax.Expr
     norm: tuple[relax.Expr, ...]
+    turn: tuple[relax.Expr, ...]
     weights: tuple[tuple[relax.Expr, str], ...]
     biases: tuple[tuple[relax.Expr | None, int], ...]
     extras: tuple[relax.Expr, ...]
 
 
 @dataclass(frozen=True)
+class _Turned:
+    """A rotation, and the axes of what it turns."""
+
+    convention: str
+    dim: int
+    half: bool
+    cos: relax.Expr
+    sin: relax.Expr
+    axes: tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
+class _Normed:
+    """A norm of lanes, and the axes of what it norms."""
+
+    norm: Norm
+    operands: tuple[relax.Expr, ...]
+    axes: tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
 class _Rows:
-    """x, normed or not."""
+    """x, normed and turned or not, as a view of its last axis."""
 
     x: relax.Expr
+    view: View
     norm: Norm | None = None
     operands: tuple[relax.Expr, ...] = ()
+    turn: _Turned | None = None
+
+    def is_same(self, other: _Rows) -> bool:
+        """Return whether both are the same value."""
+        alike = self.x.same_as(other.x) and self.norm == other.norm and self.turn is other.turn
+        return alike and all(a.same_as(b) for a, b in zip(self.operands, other.operands))
 
 
 @dataclass(frozen=True)
@@ -63,22 +99,34 @@ class _Columns:
     """A result in the making; ``step`` is the last step taken, in the kernel's order."""
 
     view: View
+    dtype: str
     step: int = 0
     gate: int | None = None
     activation: str = ""
     scale: float = 1.0
-    rotary: tuple[str, int, bool, relax.Expr, relax.Expr, tuple[Axis, ...]] | None = None
+    norm: _Normed | None = None
+    turn: _Turned | None = None
     residual: tuple[relax.Expr, tuple[Axis | None, ...]] | None = None
 
 
 #: Steps in the kernel's order.
-_ACTIVATED, _SCALED, _ROTATED, _ADDED = 1, 2, 3, 4
+_ACTIVATED, _SCALED, _NORMED, _ROTATED, _ADDED = 1, 2, 3, 4, 5
+
+_Value: TypeAlias = "_Rows | _Columns | tuple[_Columns, ...]"
 
 
-class _Reader:
+class Reader:
+    """Reads bindings one by one; one that the kernel cannot do raises :class:`NoKernel` and is not taken in.
+
+    Parameters
+    ----------
+    graph : Graph
+        Of a region's function, or of one that a region may be formed in.
+    """
+
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.values: dict[relax.Var, _Rows | _Columns | tuple[_Columns, ...]] = {}
+        self.values: dict[relax.Var, _Value] = {}
         self.rows: _Rows | None = None
         self.weights: list[tuple[relax.Expr, str]] = []
         self.biases: list[tuple[relax.Expr | None, int]] = []
@@ -86,48 +134,70 @@ class _Reader:
 
     # What an operand is ------------------------------------------------------------------------------------------
 
-    def _columns(self, expr: relax.Expr) -> _Columns | None:
+    def columns(self, expr: relax.Expr) -> _Columns | None:
+        """Return what a value is of the linear layers' results; None where it is none."""
         found = self.values.get(expr) if isinstance(expr, relax.Var) else None
         return found if isinstance(found, _Columns) else None
 
     def _is_outside(self, expr: relax.Expr) -> bool:
-        return not isinstance(expr, relax.Var) or expr not in self.graph.value
+        return not isinstance(expr, relax.Var) or expr not in self.values
+
+    def _rows(self, expr: relax.Expr, var: relax.Var) -> _Rows:
+        """Return what a value is of x: x itself where it is made outside."""
+        found = self.values.get(expr) if isinstance(expr, relax.Var) else None
+        if isinstance(found, _Rows):
+            return found
+        if found is not None:
+            raise NoKernel(f"{var.name}: a linear layer of another one's result")
+        shape = [number(d) for d in dims(expr) or ()]
+        if not shape or not isinstance(shape[-1], int):
+            raise NoKernel(f"{var.name}: rows of symbolic or no length")
+        return _Rows(expr, columns_of(shape, shape[-1]))
 
     # Steps -------------------------------------------------------------------------------------------------------
 
-    def _norm(self, kind: str, parts: dict[str, relax.Expr], attrs: dict[str, object], var: relax.Var) -> _Rows:
-        x = parts["x"]
-        if not self._is_outside(x):
+    def _norm(self, kind: str, parts: dict[str, relax.Expr], attrs: dict[str, object], var: relax.Var) -> _Value:
+        x, inner = parts["x"], self.columns(parts["x"])
+        if not self._is_outside(x) and inner is None:
             raise NoKernel(f"{var.name}: a norm of a value made in the region")
-        if [int(a) for a in attrs["axes"]] != [-1]:  # type: ignore[attr-defined]
+        if [int(a) % len(dims(x) or ()) for a in attrs["axes"]] != [len(dims(x) or ()) - 1]:  # type: ignore[attr-defined]
             raise NoKernel(f"{var.name}: a norm over more than the last axis")
-        operands = [parts[name] for name in ("weight", "bias") if name in parts]
-        if any(len(dims(o) or ()) != 1 or dtype(o) != dtype(x) for o in operands):
-            raise NoKernel(f"{var.name}: a norm's weight of other than the last axis, or of another type")
+        operands = tuple(parts[name] for name in ("weight", "bias") if name in parts)
+        kinds = {dtype(o) for o in operands}
+        if any(len(dims(o) or ()) != 1 or not self._is_outside(o) for o in operands) or len(kinds) > 1:
+            raise NoKernel(f"{var.name}: a norm's weight of other than the last axis")
         epsilon = float(attrs["epsilon"])  # type: ignore[arg-type]
-        return _Rows(x, Norm(kind, epsilon, "weight" in parts, "bias" in parts), tuple(operands))
+        norm = Norm(kind, epsilon, "weight" in parts, "bias" in parts, *kinds)  # type: ignore[arg-type]
+        if inner is None:
+            if kinds - {dtype(x)}:
+                raise NoKernel(f"{var.name}: a norm's weight of another type")
+            return replace(self._rows(x, var), norm=replace(norm, dtype=""), operands=operands)
+        if inner.gate is not None or kinds - _FLOATS:
+            raise NoKernel(f"{var.name}: a norm of a gated value, or a weight of no float type")
+        self._advance(inner, _NORMED, var)
+        return replace(inner, step=_NORMED, norm=_Normed(norm, operands, inner.view.axes), dtype=dtype(var))
 
     def _linear(self, parts: dict[str, relax.Expr], layout: str, var: relax.Var) -> _Columns:
         x = parts["x"]
-        found = self.values.get(x) if isinstance(x, relax.Var) else None
-        rows = found if isinstance(found, _Rows) else _Rows(x)
-        if found is not None and not isinstance(found, _Rows):
-            raise NoKernel(f"{var.name}: a linear layer of another one's result")
-        if self.rows is not None and rows != self.rows:
+        rows = self._rows(x, var)
+        if self.rows is not None and not rows.is_same(self.rows):
             raise NoKernel(f"{var.name}: linear layers of different values")
-        self.rows = rows
-        shape = dims(parts["weight"]) or []
-        count = number(shape[0 if layout == "out_in" else 1])
-        if not isinstance(count, int) or not isinstance(number(shape[1 if layout == "out_in" else 0]), int):
+        shape = [number(d) for d in dims(x) or ()]
+        if not same_dims(dims(x) or (), dims(rows.x) or ()) or rows.view.axes != columns_of(shape, shape[-1]).axes:
+            raise NoKernel(f"{var.name}: rows in another order than they are stored in")
+        wide = dims(parts["weight"]) or []
+        count = number(wide[0 if layout == "out_in" else 1])
+        if not isinstance(count, int) or not isinstance(number(wide[1 if layout == "out_in" else 0]), int):
             raise NoKernel(f"{var.name}: a weight of symbolic size")
-        kinds = {dtype(e) for e in (x, *parts.values(), var)}
+        kinds = {dtype(e) for e in (rows.x, *parts.values(), var)}
         if len(kinds) != 1:
             raise NoKernel(f"{var.name}: operands of types {', '.join(sorted(kinds))}")
-        view = columns_of(dims(x) or [], count)
+        self.rows = rows
+        view = columns_of(shape, count)
         self.weights.append((parts["weight"], layout))
         self.biases.append((parts.get("bias"), count))
         self.width += count
-        return _Columns(replace(view, first=self.width - count))
+        return _Columns(replace(view, first=self.width - count), dtype(var))
 
     def _advance(self, value: _Columns, step: int, var: relax.Var) -> None:
         if value.step >= step:
@@ -138,7 +208,7 @@ class _Reader:
         return replace(value, step=_ACTIVATED, activation=kind)
 
     def _product(self, call: relax.Call, var: relax.Var) -> _Columns:
-        sides = [self._columns(arg) for arg in call.args]
+        sides = [self.columns(arg) for arg in call.args]
         for mine, other in ((sides[0], call.args[1]), (sides[1], call.args[0])):
             if mine is not None and (factor := scalar(self.graph, other)) is not None:
                 self._advance(mine, _SCALED, var)
@@ -149,47 +219,107 @@ class _Reader:
                     return replace(gate, view=value.view, gate=gate.view.first)
         raise NoKernel(f"{var.name}: a product of other than an activated and a plain linear layer")
 
-    def _rotary(self, parts: dict[str, relax.Expr], attrs: dict[str, object], var: relax.Var) -> _Columns:
-        value = self._columns(parts["x"])
-        if value is None or value.gate is not None:
-            raise NoKernel(f"{var.name}: a rotation of a value that no linear layer made")
-        self._advance(value, _ROTATED, var)
-        axes, dim = value.view.axes, int(attrs["rotary_dim"])  # type: ignore[call-overload]
+    def _rotary(self, parts: dict[str, relax.Expr], attrs: dict[str, object], var: relax.Var) -> _Value:
+        x, value = parts["x"], self.columns(parts["x"])
+        if value is not None and value.gate is not None:
+            raise NoKernel(f"{var.name}: a rotation of a gated value")
+        dim = int(attrs["rotary_dim"])  # type: ignore[call-overload]
+        if len({dtype(parts[name]) for name in ("cos", "sin")} & _FLOATS) != 1:
+            raise NoKernel(f"{var.name}: tables of two types, or of no float type")
         for table in (parts["cos"], parts["sin"]):
-            last = number((dims(table) or [0])[-1])
-            if not self._is_outside(table) or dtype(table) != dtype(var):
-                raise NoKernel(f"{var.name}: a table made in the region, or of another type")
-            if last != (dim if attrs["table"] == "full" else dim // 2):
-                raise NoKernel(f"{var.name}: a table of {last} values for {dim} lanes")
-        half = attrs["table"] == "half"
-        turn = (str(attrs["convention"]), dim, half, parts["cos"], parts["sin"], axes)
-        return replace(value, step=_ROTATED, rotary=turn)
+            shape = [number(d) for d in dims(table) or ()]
+            if not self._is_outside(table):
+                raise NoKernel(f"{var.name}: a table made in the region")
+            if not shape or shape[-1] != (dim if attrs["table"] == "full" else dim // 2):
+                raise NoKernel(f"{var.name}: a table of {shape[-1:]} values for {dim} lanes")
+            if len(shape) > len(dims(x) or ()):
+                raise NoKernel(f"{var.name}: a table of more axes than what it turns")
+        if value is None:
+            rows = self._rows(x, var)
+            if rows.turn is not None:
+                raise NoKernel(f"{var.name}: a second rotation of the same rows")
+        axes = rows.view.axes if value is None else value.view.axes
+        turn = _Turned(str(attrs["convention"]), dim, attrs["table"] == "half", parts["cos"], parts["sin"], axes)
+        if value is None:
+            return replace(rows, turn=turn)
+        self._advance(value, _ROTATED, var)
+        return replace(value, step=_ROTATED, turn=turn, dtype=dtype(var))
 
     def _sum(self, call: relax.Call, var: relax.Var) -> _Columns:
         for inner, other in ((call.args[0], call.args[1]), (call.args[1], call.args[0])):
-            value = self._columns(inner)
+            value = self.columns(inner)
             if value is None or not self._is_outside(other):
                 continue
             self._advance(value, _ADDED, var)
-            if dtype(other) != dtype(var) or len(dims(other) or ()) > len(value.view.axes):
+            if self.rows is None or dtype(other) != dtype(self.rows.x) or len(dims(other) or ()) > len(value.view.axes):
                 raise NoKernel(f"{var.name}: a sum with a wider value, or of another type")
             if [number(d) for d in dims(var) or ()] != [number(d) for d in dims(inner) or ()]:
                 raise NoKernel(f"{var.name}: a sum with a wider value")
             return replace(value, step=_ADDED, residual=(other, _follows(other, value.view.axes)))
         raise NoKernel(f"{var.name}: a sum of two values made in the region")
 
-    def _moved(self, call: relax.Call, op: str, var: relax.Var) -> _Columns:
-        value = self._columns(call.args[0])
-        if value is None:
-            raise NoKernel(f"{var.name}: a view of a value that no linear layer made")
+    def _moved(self, call: relax.Call, op: str, var: relax.Var) -> _Value:
+        value: _Rows | _Columns = self.columns(call.args[0]) or self._rows(call.args[0], var)
         view = apply_view(value.view, call, op, dims(var) or [])
         if view is None:
             raise NoKernel(f"{var.name}: a view that mixes rows with columns")
-        if value.step > _SCALED and op != "relax.permute_dims" and view.axes != value.view.axes:
-            raise NoKernel(f"{var.name}: a view behind a rotation or a sum")
+        if isinstance(value, _Columns) and value.step > _SCALED and not turns_into(value.view, view):
+            raise NoKernel(f"{var.name}: a view behind a norm, a rotation or a sum")
         return replace(value, view=view)
 
-    def _composite(self, var: relax.Var, callee: relax.Function, call: relax.Call) -> _Rows | _Columns:
+    def _cast(self, call: relax.Call, var: relax.Var) -> _Value:
+        """Sums are of the widest type in any case; what is returned must be of x's own."""
+        if dtype(var) not in _FLOATS:
+            raise NoKernel(f"{var.name}: a cast to {dtype(var)}")
+        value = self.columns(call.args[0])
+        if value is None:
+            return self._rows(call.args[0], var)
+        return replace(value, dtype=dtype(var))
+
+    def _region(self, callee: relax.Function, call: relax.Call, var: relax.Var) -> _Value:
+        """Take in the results of a region that has been formed before."""
+        inner = Reader(Graph(var.name, callee, self.graph.mod))
+        inner.read()
+        outer = dict(zip(callee.params, call.args))
+        if inner.rows is None or self.rows is not None:
+            raise NoKernel(f"{var.name}: a region beside other linear layers")
+        # The same axes again, their sizes told in terms of this function.
+        x = outer.get(inner.rows.x, inner.rows.x)
+        given = self._rows(x, var)
+        if given.x is not x and inner.rows.norm is not None:
+            raise NoKernel(f"{var.name}: a norm behind a rotation")
+        shape = [number(d) for d in dims(x) or ()]
+        renewed: dict[int, Axis] = {}
+
+        def axis(old: Axis) -> Axis:
+            if old.row is None:
+                return old
+            return renewed.setdefault(id(old), replace(old, extent=shape[old.row]))
+
+        def axes(old: Sequence[Axis]) -> tuple[Axis, ...]:
+            return tuple(axis(a) for a in old)
+
+        def outward(expr: relax.Expr) -> relax.Expr:
+            return outer.get(expr, expr) if isinstance(expr, relax.Var) else expr
+
+        def lifted(old: _Columns) -> _Columns:
+            norm, turn, residual = old.norm, old.turn, old.residual
+            norm = norm and replace(norm, operands=tuple(map(outward, norm.operands)), axes=axes(norm.axes))
+            turn = turn and replace(turn, cos=outward(turn.cos), sin=outward(turn.sin), axes=axes(turn.axes))
+            added = residual and (outward(residual[0]), tuple(a and axis(a) for a in residual[1]))
+            view = replace(old.view, axes=axes(old.view.axes))
+            return replace(old, view=view, norm=norm, turn=turn, residual=added)
+
+        self.rows = replace(given, norm=inner.rows.norm, operands=tuple(map(outward, inner.rows.operands)))
+        if given.turn is None and inner.rows.turn is not None:
+            raise NoKernel(f"{var.name}: a region that turns its rows grows no further")
+        self.weights = [(outward(weight), layout) for weight, layout in inner.weights]
+        self.biases = [(bias and outward(bias), count) for bias, count in inner.biases]
+        self.width = inner.width
+        results = tuple(lifted(value) for value in inner.results())
+        return results if isinstance(var.ty, relax.TupleType) else results[0]
+
+    def _composite(self, var: relax.Var, callee: relax.Function, call: relax.Call) -> _Value:
         name, attrs = composite_name(callee), composite_attrs(callee)
         parts = dict(zip((p.name for p in callee.params), call.args))
         if name in ("crossloom.rms_norm", "crossloom.layer_norm"):
@@ -198,13 +328,15 @@ class _Reader:
             return self._linear(parts, str(attrs["weight_layout"]), var)
         if name == "crossloom.rotary":
             return self._rotary(parts, attrs, var)
-        value = self._columns(call.args[0])
+        if name == LINEAR_REGION:
+            return self._region(callee, call, var)
+        value = self.columns(call.args[0])
         if name == "crossloom.activation" and value is not None:
             return self._activated(value, str(attrs["kind"]), var)
         raise NoKernel(f"{var.name}: {name} is not a step of the kernel")
 
     def _split(self, call: relax.Call, var: relax.Var) -> tuple[_Columns, ...]:
-        value = self._columns(call.args[0])
+        value = self.columns(call.args[0])
         if value is None:
             raise NoKernel(f"{var.name}: a split of a value that no linear layer made")
         axis = int(call.attrs.axis) % len(value.view.axes)
@@ -219,38 +351,56 @@ class _Reader:
         return tuple(parts)
 
     def read(self) -> None:
-        """Read every binding of the body."""
-        graph = self.graph
-        steps: dict[str, Callable[[relax.Call, relax.Var], _Columns]] = {
-            "relax.multiply": self._product,
-            "relax.add": self._sum,
-        }
-        for var in graph.order:
-            value, op = graph.value[var], graph.op(var)
-            if isinstance(value, relax.TupleGetItem):
-                parts = self.values.get(value.tuple_value)
-                if not isinstance(parts, tuple):
-                    raise NoKernel(f"{var.name}: a field of a tuple that is not a split")
-                self.values[var] = parts[value.index]
-            elif isinstance(value, relax.Tuple):
-                continue  # the results
-            elif not isinstance(value, relax.Call):
-                alias = self.values.get(value)
-                if alias is None:
-                    raise NoKernel(f"{var.name}: another name of an operand")
-                self.values[var] = alias
-            elif (callee := graph.callee(var)) is not None:
-                self.values[var] = self._composite(var, callee, value)
-            elif op in steps:
-                self.values[var] = steps[op](value, var)
-            elif op in ACTIVATIONS and (inner := self._columns(value.args[0])) is not None:
-                self.values[var] = self._activated(inner, ACTIVATIONS[op], var)
-            elif op in _MOVES:
-                self.values[var] = self._moved(value, op, var)
-            elif op == "relax.split":
-                self.values[var] = self._split(value, var)
-            else:
-                raise NoKernel(f"{var.name}: {op or 'a value'} is not a step of the kernel")
+        """Read every binding of the function."""
+        for var in self.graph.order:
+            if not isinstance(self.graph.value[var], relax.Tuple):  # the results
+                self.step(var)
+
+    def step(self, var: relax.Var) -> None:
+        """Read one binding."""
+        graph, value, op = self.graph, self.graph.value[var], self.graph.op(var)
+        if isinstance(value, relax.TupleGetItem):
+            parts = self.values.get(value.tuple_value)
+            if not isinstance(parts, tuple):
+                raise NoKernel(f"{var.name}: a field of a tuple that is not a split")
+            self.values[var] = parts[value.index]
+        elif not isinstance(value, relax.Call):
+            alias = self.values.get(value) if isinstance(value, relax.Var) else None
+            if alias is None:
+                raise NoKernel(f"{var.name}: another name of an operand")
+            self.values[var] = alias
+        elif (callee := graph.callee(var)) is not None:
+            self.values[var] = self._composite(var, callee, value)
+        elif op == "relax.multiply":
+            self.values[var] = self._product(value, var)
+        elif op == "relax.add":
+            self.values[var] = self._sum(value, var)
+        elif op in ACTIVATIONS and (inner := self.columns(value.args[0])) is not None:
+            self.values[var] = self._activated(inner, ACTIVATIONS[op], var)
+        elif op in MOVES:
+            self.values[var] = self._moved(value, op, var)
+        elif op == "relax.astype":
+            self.values[var] = self._cast(value, var)
+        elif op == "relax.split":
+            self.values[var] = self._split(value, var)
+        else:
+            raise NoKernel(f"{var.name}: {op or 'a value'} is not a step of the kernel")
+
+    def is_result(self, var: relax.Var) -> bool:
+        """Return whether a kernel can return a value that has been read."""
+        value = self.columns(var)
+        if value is None or self.rows is None or value.dtype != dtype(self.rows.x):
+            return False
+        try:
+            _output(value)
+        except NoKernel:
+            return False
+        return True
+
+    def share(self, var: relax.Var) -> int:
+        """Return how many columns a value holds, 0 for a tuple."""
+        value = self.columns(var)
+        return 0 if value is None else elements(value.view.axes)
 
     def results(self) -> list[_Columns]:
         """Return what the region returns."""
@@ -259,7 +409,7 @@ class _Reader:
         fields = list(whole.fields) if isinstance(whole, relax.Tuple) else [body]
         out = []
         for expr in fields:
-            found = self._columns(expr)
+            found = self.columns(expr)
             if found is None:
                 raise NoKernel(f"{getattr(expr, 'name', '')}: a result that no linear layer made")
             out.append(found)
@@ -298,14 +448,17 @@ def _output(value: _Columns) -> tuple[Output, list[relax.Expr]]:
         return (*(dim(a) for a in found[:-1]), ("unit", 0) if found[-1] is None else ("lane", 0))
 
     extras: list[relax.Expr] = []
-    rotary = None
-    if value.rotary is not None:
-        convention, turned, half, cos, sin, at = value.rotary
-        if at[-1] is not lane:
+    norm = rotary = None
+    if value.norm is not None:
+        if value.norm.axes[-1] is not lane:
+            raise NoKernel("a norm along another axis than the last one")
+        norm = value.norm.norm
+        extras += value.norm.operands
+    if value.turn is not None:
+        if value.turn.axes[-1] is not lane:
             raise NoKernel("a rotation along another axis than the last one")
-        tables = [(*(dim(a) for a in _follows_table(table, at)), ("lane", 0)) for table in (cos, sin)]
-        rotary = Rotary(convention, turned, tables[0], tables[1], half)
-        extras += [cos, sin]
+        rotary = _rotation(value.turn, dim)
+        extras += [value.turn.cos, value.turn.sin]
     residual = None
     if value.residual is not None:
         extras.append(value.residual[0])
@@ -320,11 +473,36 @@ def _output(value: _Columns) -> tuple[Output, list[relax.Expr]]:
             value.gate,
             value.activation,
             value.scale,
+            norm,
             rotary,
             residual,
         ),
         extras,
     )
+
+
+def _rotation(turn: _Turned, dim: Callable[[Axis | None], Dim]) -> Rotary:
+    """Return a rotation whose tables follow axes, each of which is what ``dim`` says."""
+    tables = [(*(dim(a) for a in _follows_table(table, turn.axes)), ("lane", 0)) for table in (turn.cos, turn.sin)]
+    return Rotary(turn.convention, turn.dim, tables[0], tables[1], turn.half, dtype(turn.cos))  # type: ignore[arg-type]
+
+
+def _turn(turn: _Turned) -> Turn:
+    """Return a rotation of x."""
+    lane = turn.axes[-1]
+    heads = [a for a in turn.axes[:-1] if a.row is None and not a.is_unit]
+    if lane.row is not None or lane.stride != 1 or not isinstance(lane.extent, int):
+        raise NoKernel("a rotation along other than neighbouring values of x")
+
+    def dim(axis: Axis | None) -> Dim:
+        if axis is None or axis.is_unit:
+            return ("unit", 0)
+        if axis.row is not None:
+            return ("row", axis.row)
+        return ("head", next(i for i, head in enumerate(heads) if head is axis))
+
+    extents = tuple(int(a.extent) for a in heads)
+    return Turn(_rotation(turn, dim), extents, tuple(a.stride for a in heads), lane.extent)
 
 
 def _follows_table(table: relax.Expr, axes: Sequence[Axis]) -> tuple[Axis | None, ...]:
@@ -349,7 +527,7 @@ def read_linear(graph: Graph) -> Region:
     NoKernel
         Where the kernel cannot do what the region holds.
     """
-    reader = _Reader(graph)
+    reader = Reader(graph)
     reader.read()
     rows = reader.rows
     if rows is None:
@@ -361,16 +539,20 @@ def read_linear(graph: Graph) -> Region:
         raise NoKernel("rows of a composed size")
     outputs, extras = [], []
     for value in reader.results():
+        if value.dtype != dtype(rows.x):
+            raise NoKernel(f"a result of type {value.dtype} of values of type {dtype(rows.x)}")
         output, more = _output(value)
         outputs.append(output)
         extras += more
     biased = any(bias is not None for bias, _ in reader.biases)
     kind = dtype(rows.x)
-    if kind not in ("float32", "float16", "float64"):
+    if kind not in _FLOATS:
         raise NoKernel(f"values of type {kind}")
-    spec = Spec(tuple(shape[:-1]), shape[-1], kind, tuple(outputs), rows.norm, biased)
+    turn = None if rows.turn is None else _turn(rows.turn)
+    spec = Spec(tuple(shape[:-1]), shape[-1], kind, tuple(outputs), rows.norm, biased, turn)
     biases = tuple(reader.biases) if biased else ()
-    return Region(spec, rows.x, rows.operands, tuple(reader.weights), biases, tuple(extras))
+    tables = () if rows.turn is None else (rows.turn.cos, rows.turn.sin)
+    return Region(spec, rows.x, rows.operands, tables, tuple(reader.weights), biases, tuple(extras))
 
 
 def kernel_takes(match: Match, region: str = LINEAR_REGION, read: Callable[[Graph], object] = read_linear) -> Verdict:

@@ -134,6 +134,12 @@ def columns_of(x_shape: Sequence[int | tirx.Expr], count: int) -> View:
     return View((*axes, Axis(count, None, 1)))
 
 
+def turns_into(view: View, other: View) -> bool:
+    """Return whether two views have the very same axes, but for their order and those of size 1."""
+    mine, its = ({id(a) for a in v.axes if not a.is_unit} for v in (view, other))
+    return mine == its and view.first == other.first
+
+
 def elements(axes: Sequence[Axis]) -> int:
     """Return the number of columns that axes run over."""
     return math.prod(int(a.extent) for a in axes if a.row is None)
@@ -153,7 +159,24 @@ def apply_view(view: View, call: relax.Call, op: str, shape: Sequence[tirx.Expr]
         return view.expanded([int(i) for i in call.attrs.axis])
     if op == "relax.strided_slice":
         return _sliced(view, call)
+    if op == "relax.take":
+        return _picked(view, call)
     return None
+
+
+def _picked(view: View, call: relax.Call) -> View | None:
+    """Return the view at a constant index of an axis, or at several in a row."""
+    index = getattr(call.args[1], "value", None)
+    if call.attrs.axis is None or not hasattr(index, "numpy"):
+        return None
+    places, axis = index.numpy(), int(call.attrs.axis) % len(view.axes)
+    flat = [int(i) for i in places.reshape(-1)]
+    if places.ndim > 1 or not flat or flat[0] < 0 or flat != list(range(flat[0], flat[0] + len(flat))):
+        return None
+    cut = view.cut(axis, flat[0], flat[-1] + 1)
+    if cut is None or cut.axes[axis].extent != len(flat):
+        return None
+    return cut if places.ndim else cut.without((axis,))
 
 
 def _ints(value: relax.Expr) -> list[int] | None:

@@ -1,9 +1,9 @@
 """Write a fused linear kernel as TIR.
 
-Rows are normed once, into a buffer of their own (an RMS norm without weight leaves x as it is and becomes a factor of
-the sums).  Then every group of columns goes over the rows in tiles: sums of products in registers, and on each tile,
-still in the first-level cache, the steps behind the sum.  Nothing between x and the results is written to memory
-otherwise.
+Rows are normed and turned once, into a buffer of their own (an RMS norm without weight leaves x as it is and becomes a
+factor of the sums).  Then every group of columns goes over the rows in tiles: sums of products in registers, and on
+each tile, still in the first-level cache, the steps behind the sum.  Where heads are normed, the tile's sums of a whole
+head are kept until the last of its groups is there.  Nothing between x and the results is written to memory otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tvm.script.ir_builder import tirx as T
 from ..elementary import vectorizable_math
 from ..machine import Machine
 from .plan import Plan, plan
-from .spec import Dim, Output, Rotary, Spec
+from .spec import Dim, Norm, Output, Rotary, Spec, Turn
 
 Expr: TypeAlias = ir.Expr
 
@@ -65,6 +65,17 @@ def _is_one(extent: int | Expr) -> bool:
     return isinstance(extent, int) and extent == 1
 
 
+def _index(dims: Sequence[Dim], rows: Sequence[Expr], heads: Sequence[Expr], lane: Expr) -> list[Expr]:
+    """Return the indices that dimensions stand for."""
+    found = {"row": rows, "head": heads, "lane": [lane], "unit": [tirx.const(0, "int32")]}
+    return [found[kind][i] for kind, i in dims]
+
+
+def _lanes_of_pair(rotary: Rotary, pair: Expr) -> tuple[Expr, Expr]:
+    """Return the two lanes that turn together."""
+    return (pair, pair + rotary.dim // 2) if rotary.convention == "half-split" else (pair * 2, pair * 2 + 1)
+
+
 class _Writer:
     """Emits one kernel; the arguments are declared as attributes in the order of :class:`Spec`."""
 
@@ -74,18 +85,18 @@ class _Writer:
         dtype, depth = spec.dtype, spec.depth
         x = self._argument("x", (*spec.rows, depth), dtype)
         norm = spec.norm
-        self.norm_weight = self._argument("norm_weight", (depth,), dtype) if norm and norm.weight else None
-        self.norm_bias = self._argument("norm_bias", (depth,), dtype) if norm and norm.bias else None
+        self.norm = self._affine("", norm, depth)
+        turn = spec.turn
+        self.turn_tables = None if turn is None else self._tables("_x", turn, turn.rotary)
         self.weight = self._argument("weight", (cut.groups, depth, cut.width), dtype)
         self.bias = self._argument("bias", (cut.groups, cut.width), dtype) if spec.bias else None
+        self.norms_of_heads: list[tuple[Any, Any]] = []
         self.tables: list[list[Any] | None] = []
         self.residuals: list[Any] = []
         for i, output in enumerate(spec.outputs):
-            tables = None
-            if output.rotary is not None:
-                shapes = [self._table(t, output, output.rotary) for t in (output.rotary.cos, output.rotary.sin)]
-                tables = [self._argument(f"{n}{i}", s, dtype) for n, s in zip(("cos", "sin"), shapes)]
-            self.tables.append(tables)
+            self.norms_of_heads.append(self._affine(str(i), output.norm, output.lanes))
+            rotary = output.rotary
+            self.tables.append(None if rotary is None else self._tables(str(i), output, rotary))
             added = output.residual
             shape = None if added is None else spec.shape(added, output)
             self.residuals.append(None if shape is None else self._argument(f"residual{i}", shape, dtype))
@@ -97,14 +108,29 @@ class _Writer:
         self.x = T.decl_buffer((self.rows, depth), dtype, data=x.data, layout=None)
         self.sums = spec.sum_dtype
         self.factor: Any = None
-        self.normed: Any = None
+        self.ready: Any = None
 
     @staticmethod
     def _argument(name: str, shape: Sequence[int | Expr], dtype: str) -> Any:
         return T.arg(name, T.buffer(tuple(shape), dtype, layout=None))
 
-    def _table(self, dims: tuple[Dim, ...], output: Output, rotary: Rotary) -> list[int | Expr]:
-        return [*self.spec.shape(dims[:-1], output), rotary.dim // 2 if rotary.half else rotary.dim]
+    def _affine(self, name: str, norm: Norm | None, extent: int) -> tuple[Any, Any]:
+        """Declare a norm's weight and bias, those that are there."""
+        wanted = (False, False) if norm is None else (norm.weight, norm.bias)
+        dtype = norm.dtype if norm is not None and norm.dtype else self.spec.dtype
+        weight, bias = (
+            self._argument(f"norm_{part}{name}", (extent,), dtype) if there else None
+            for part, there in zip(("weight", "bias"), wanted)
+        )
+        return weight, bias
+
+    def _tables(self, name: str, of: Output | Turn, rotary: Rotary) -> list[Any]:
+        """Declare cos and sin of a rotation."""
+        last = rotary.dim // 2 if rotary.half else rotary.dim
+        return [
+            self._argument(f"{n}{name}", (*self.spec.shape(dims[:-1], of), last), rotary.dtype or self.spec.dtype)
+            for n, dims in (("cos", rotary.cos), ("sin", rotary.sin))
+        ]
 
     def _spread(self, extent: int | Expr) -> AbstractContextManager[Expr]:
         return T.parallel(extent) if self.cut.parallel else T.serial(extent)
@@ -115,34 +141,77 @@ class _Writer:
 
     # Rows --------------------------------------------------------------------------------------------------------
 
-    def norms(self) -> None:
-        """Norm every row, or find its factor."""
-        norm, depth = self.spec.norm, self.spec.depth
-        if norm is None:
+    def prepare(self) -> None:
+        """Norm and turn every row; or find the factor that a norm is."""
+        norm, turn, depth = self.spec.norm, self.spec.turn, self.spec.depth
+        if norm is None and turn is None:
             return
-        if norm.scales_sums:
+        if norm is not None and norm.scales_sums:
             self.factor = T.alloc_buffer((self.rows,), self.sums, layout=None)
-        else:
-            self.normed = T.alloc_buffer((self.rows, depth), self.sums, layout=None)
+        if turn is not None or self.factor is None:
+            self.ready = T.alloc_buffer((self.rows, depth), self.sums, layout=None)
         with self._spread(self.rows) as row:
-            mean = None
-            if norm.kind == "layer":
-                mean = self._total(row, lambda value: value)
-                mean = T.bind(mean * tirx.const(1.0 / depth, self.sums))
-            centre = (lambda value: value) if mean is None else (lambda value: value - mean)
-            squares = self._total(row, lambda value: centre(value) * centre(value))
-            spread = squares * tirx.const(1.0 / depth, self.sums) + tirx.const(norm.epsilon, self.sums)
-            factor = T.bind(tirx.const(1.0, self.sums) / tirx.sqrt(spread))
-            if self.factor is not None:
-                T.buffer_store(self.factor, factor, [row])
-                return
 
-            def value(k: Expr) -> Expr:
-                out = centre(self._load(self.x, row, k)) * factor
-                out = out if self.norm_weight is None else out * self._load(self.norm_weight, k)
-                return out if self.norm_bias is None else out + self._load(self.norm_bias, k)
+            def x(k: Expr) -> Expr:
+                return self._load(self.x, row, k)
 
-            self._along(depth, lambda k: T.buffer_store(self.normed, value(k), [row, k]))
+            value = x
+            if norm is not None:
+                value, factor = self._normed(norm, self.norm, depth, x)
+                if self.factor is not None:
+                    T.buffer_store(self.factor, factor, [row])
+                    value = x
+            if turn is not None:
+                self._turned(turn, row, value)
+            elif self.ready is not None:
+                self._along(depth, lambda k: T.buffer_store(self.ready, value(k), [row, k]))
+
+    def _normed(
+        self, norm: Norm, affine: tuple[Any, Any], extent: int, x: Callable[[Expr], Expr]
+    ) -> tuple[Callable[[Expr], Expr], Expr]:
+        """Return what a norm makes of each of ``extent`` values, and its factor."""
+        mean = None
+        if norm.kind == "layer":
+            mean = self._total(extent, x)
+            mean = T.bind(mean * tirx.const(1.0 / extent, self.sums))
+
+        def centred(k: Expr) -> Expr:
+            return x(k) if mean is None else x(k) - mean
+
+        squares = self._total(extent, lambda k: centred(k) * centred(k))
+        spread = squares * tirx.const(1.0 / extent, self.sums) + tirx.const(norm.epsilon, self.sums)
+        factor = T.bind(tirx.const(1.0, self.sums) / tirx.sqrt(spread))
+        weight, bias = affine
+
+        def value(k: Expr) -> Expr:
+            out = centred(k) * factor
+            out = out if weight is None else out * self._load(weight, k)
+            return out if bias is None else out + self._load(bias, k)
+
+        return value, factor
+
+    def _turned(self, turn: Turn, row: Expr, value: Callable[[Expr], Expr]) -> None:
+        """Store one row of x, turned."""
+        rotary, rows = turn.rotary, _unravel(row, self.spec.rows)
+        with T.serial(math.prod(turn.heads)) as head:
+            heads = _unravel(head, turn.heads)
+            start: Expr = tirx.const(0, "int32")
+            for i, stride in zip(heads, turn.strides):
+                start = start + i * stride
+
+            def index(dims: Sequence[Dim], lane: Expr) -> list[Expr]:
+                return _index(dims, rows, heads, lane)
+
+            def store(result: Expr, lane: Expr) -> None:
+                T.buffer_store(self.ready, result, [row, start + lane])
+
+            def pair(first: Expr) -> None:
+                values = [value(start + lane) for lane in _lanes_of_pair(rotary, first)]
+                self._rotate(rotary, self.turn_tables, values, first, index, store)
+
+            self._along(rotary.dim // 2, pair)
+            rest = turn.lanes - rotary.dim
+            self._along(rest, lambda k: store(value(start + (k + rotary.dim)), k + rotary.dim))
 
     def _along(self, extent: int, store: Callable[[Expr], None]) -> None:
         """Emit ``store(k)`` for all k, in vectors and a remainder."""
@@ -154,19 +223,19 @@ class _Writer:
             with T.serial(extent % step) as rest:
                 store(extent // step * step + rest)
 
-    def _total(self, row: Expr, term: Callable[[Expr], Expr]) -> Expr:
-        """Return the sum of a term of each value of a row."""
-        step, depth = 4 * self.lanes, self.spec.depth
-        whole, rest = divmod(depth, step)
+    def _total(self, extent: int, term: Callable[[Expr], Expr]) -> Expr:
+        """Return the sum of a term of each of ``extent`` values."""
+        step = 4 * self.lanes
+        whole, rest = divmod(extent, step)
         parts = T.alloc_buffer((step,), self.sums, scope="local", layout=None)
         with T.vectorized(step) as lane:
             T.buffer_store(parts, tirx.const(0.0, self.sums), [lane])
         if whole:
             with T.serial(whole) as chunk, T.vectorized(step) as lane:
-                T.buffer_store(parts, parts[lane] + term(self._load(self.x, row, chunk * step + lane)), [lane])
+                T.buffer_store(parts, parts[lane] + term(chunk * step + lane), [lane])
         if rest:
             with T.serial(rest) as k:
-                T.buffer_store(parts, parts[k] + term(self._load(self.x, row, whole * step + k)), [k])
+                T.buffer_store(parts, parts[k] + term(whole * step + k), [k])
         while step > 1:
             step //= 2
             with T.vectorized(step) if step > 1 else T.serial(1) as lane:
@@ -176,36 +245,75 @@ class _Writer:
     # Columns -----------------------------------------------------------------------------------------------------
 
     def products(self) -> None:
-        """Go over groups of columns, and under each over the rows of a chunk."""
+        """Go over units of columns, and under each over the rows of a chunk."""
         cut, rows = self.cut, self.rows
         static = isinstance(rows, int)
         chunks = -(-rows // cut.chunk) if static else tirx.floordiv(rows + (cut.chunk - 1), cut.chunk)
-        with self._spread(chunks * cut.groups) as unit:
+        with self._spread(chunks * cut.units) as at:
             one = static and chunks == 1
-            group = unit if one else T.bind(tirx.floormod(unit, cut.groups))
-            start = 0 if one else T.bind(tirx.floordiv(unit, cut.groups) * cut.chunk)
+            unit = at if one else T.bind(tirx.floormod(at, cut.units))
+            start = 0 if one else T.bind(tirx.floordiv(at, cut.units) * cut.chunk)
             if static and rows % cut.chunk == 0:
                 count: int | Expr = cut.chunk
             else:
                 count = rows if one else T.bind(tirx.min(rows - start, cut.chunk))
-            tiles, rest = (
-                divmod(count, cut.height)
-                if isinstance(count, int)
-                else (tirx.floordiv(count, cut.height), tirx.floormod(count, cut.height))
-            )
-            if cut.height > 1 and not (isinstance(tiles, int) and tiles == 0):
-                with T.serial(tiles) as tile:
-                    self._tile(group, start + tile * cut.height, cut.height, 1)
-            if cut.height == 1:
-                tiles, rest = 0, count
-            if not (isinstance(rest, int) and rest == 0):
-                with T.serial(rest) as row:
-                    self._tile(group, start + tiles * cut.height + row, 1, cut.partial)
+            self._unit(0, unit, start, count)
 
-    def _tile(self, group: Expr, row: Expr, height: int, partial: int) -> None:
-        """Sum ``height`` rows of one group, in ``partial`` sums each, and apply the steps behind."""
+    def _unit(self, number: int, unit: Expr, start: Expr | int, count: Expr | int) -> None:
+        """Emit the work of the unit, which is of output ``number`` or of one behind it."""
+        outputs, columns = self.spec.outputs, self.cut.columns
+        until = number + 1
+        if outputs[number].norm is None:
+            # Units of outputs side by side are groups: one loop for all of them.
+            while until < len(outputs) and outputs[until].norm is None:
+                until += 1
+
+        def work() -> None:
+            shift = columns[number].start - columns[number].unit
+            if outputs[number].norm is None:
+                group = unit + shift if shift else unit
+                self._tiles(start, count, lambda *tile: self._tile(range(number, until), group, *tile))
+            else:
+                head = unit - columns[number].unit
+                self._tiles(start, count, lambda *tile: self._head(number, head, *tile))
+
+        if until == len(outputs):
+            work()
+            return
+        with T.If(unit < columns[until].unit):
+            with T.Then():
+                work()
+            with T.Else():
+                self._unit(until, unit, start, count)
+
+    def _tiles(self, start: Expr | int, count: Expr | int, emit: Callable[[Expr, int, int], None]) -> None:
+        """Emit the rows of a chunk: tiles, then one by one what is left."""
+        cut = self.cut
+        tiles, rest = (
+            divmod(count, cut.height)
+            if isinstance(count, int)
+            else (tirx.floordiv(count, cut.height), tirx.floormod(count, cut.height))
+        )
+        if cut.height > 1 and not (isinstance(tiles, int) and tiles == 0):
+            with T.serial(tiles) as tile:
+                emit(start + tile * cut.height, cut.height, 1)
+        if cut.height == 1:
+            tiles, rest = 0, count
+        if not (isinstance(rest, int) and rest == 0):
+            with T.serial(rest) as row:
+                emit(start + tiles * cut.height + row, 1, cut.partial)
+
+    def _tile(self, outputs: range, group: Expr, row: Expr, height: int, partial: int) -> None:
+        """Sum rows of one group, which belongs to one of ``outputs``, and apply the steps behind."""
+        done = self._summed(group, row, height, partial)
+        # A loop, not copies: an index that is not a number would keep the sums out of registers, `done` may wait.
+        with T.serial(height) as r:
+            self._choose(outputs, group, row + r, lambda v: done[r, v])
+
+    def _summed(self, group: Expr, row: Expr, height: int, partial: int) -> Any:
+        """Return the sums of ``height`` rows of one group, which are made in ``partial`` sums each."""
         depth, width, zero = self.spec.depth, self.cut.width, tirx.const(0.0, self.sums)
-        source = self.x if self.normed is None else self.normed
+        source = self.x if self.ready is None else self.ready
         sums = T.alloc_buffer((height * partial, width), self.sums, scope="local", layout=None)
         for i in range(height * partial):
             with T.vectorized(width) as v:
@@ -233,57 +341,71 @@ class _Writer:
                 total = total if self.factor is None else total * self.factor[row + r]
                 total = total if self.bias is None else total + self._load(self.bias, group, v)
                 T.buffer_store(done, total, [r, v])
-        # A loop, not copies: an index that is not a number would keep the sums out of registers, `done` may wait.
+        return done
+
+    def _head(self, number: int, head: Expr, row: Expr, height: int, partial: int) -> None:
+        """Sum rows of a whole head, norm each, and apply the steps behind."""
+        output, columns = self.spec.outputs[number], self.cut.columns[number]
+        norm, rotary, lanes = output.norm, output.rotary, output.lanes
+        assert norm is not None
+        whole = T.alloc_buffer((height, lanes), self.sums, scope="local", layout=None)
+        with T.serial(columns.per_head) as part:
+            done = self._summed(columns.start + head * columns.per_head + part, row, height, partial)
+            with T.serial(height) as r:
+
+                def keep(first: Expr, v: Expr) -> None:
+                    kept = self._scaled(output, _activate(output.activation, done[r, v]))
+                    T.buffer_store(whole, kept, [r, first + v])
+
+                self._lanes(part * self.cut.width, lanes, self.cut.width, keep)
         with T.serial(height) as r:
-            self._choose(0, group, row + r, lambda v: done[r, v])
+            index, store = self._places(number, _unravel(head, output.heads), row + r)
+            value, _ = self._normed(norm, self.norms_of_heads[number], lanes, lambda k: whole[r, k])
+            turned = 0
+            if rotary is not None:
+                turned = rotary.dim
+
+                def pair(first: Expr) -> None:
+                    values = [value(lane) for lane in _lanes_of_pair(rotary, first)]
+                    self._rotate(rotary, self.tables[number], values, first, index, store)
+
+                self._along(turned // 2, pair)
+            self._along(lanes - turned, lambda k: store(value(k + turned), k + turned))
 
     # Results -----------------------------------------------------------------------------------------------------
 
-    def _choose(self, number: int, group: Expr, row: Expr, value: Callable[[Expr], Expr]) -> None:
+    def _choose(self, outputs: range, group: Expr, row: Expr, value: Callable[[Expr], Expr]) -> None:
         """Emit the steps of the output that a group belongs to."""
-        last = number + 1 == len(self.spec.outputs)
-        if last:
-            self._finish(number, group, row, value)
+        if len(outputs) == 1:
+            self._finish(outputs[0], group, row, value)
             return
-        with T.If(group < self.cut.columns[number + 1].start):
+        with T.If(group < self.cut.columns[outputs[1]].start):
             with T.Then():
-                self._finish(number, group, row, value)
+                self._finish(outputs[0], group, row, value)
             with T.Else():
-                self._choose(number + 1, group, row, value)
+                self._choose(outputs[1:], group, row, value)
 
     def _finish(self, number: int, group: Expr, row: Expr, value: Callable[[Expr], Expr]) -> None:
         output, columns = self.spec.outputs[number], self.cut.columns[number]
         local = group - columns.start
         head = tirx.floordiv(local, columns.per_head)
         within = tirx.floormod(local, columns.per_head)
-        heads = _unravel(head, output.heads)
-        rows = _unravel(row, self.spec.rows)
+        index, store = self._places(number, _unravel(head, output.heads), row)
 
-        def index(dims: Sequence[Dim], lane: Expr) -> list[Expr]:
-            found = {"row": rows, "head": heads, "lane": [lane], "unit": [tirx.const(0, "int32")]}
-            return [found[kind][i] for kind, i in dims]
-
-        def store(result: Expr, lane: Expr) -> None:
-            residual = self.residuals[number]
-            if residual is not None and output.residual is not None:
-                result = result + self._load(residual, *index(output.residual, lane))
-            result = result if self.sums == self.spec.dtype else result.astype(self.spec.dtype)
-            T.buffer_store(self.results[number], result, index(output.dims, lane))
-
-        def scaled(result: Expr) -> Expr:
-            return result if output.scale == 1.0 else result * tirx.const(output.scale, self.sums)
+        def result(value: Expr) -> Expr:
+            return self._scaled(output, value)
 
         def pair(first: Expr, v: Expr) -> None:
             half = self.cut.width // 2
             if output.gate is not None:
-                store(scaled(_activate(output.activation, value(v)) * value(v + half)), first + v)
+                store(result(_activate(output.activation, value(v)) * value(v + half)), first + v)
                 return
-            self._rotate(
-                number, [scaled(_activate(output.activation, value(v + o))) for o in (0, half)], first + v, index, store
-            )
+            assert output.rotary is not None
+            values = [result(_activate(output.activation, value(v + o))) for o in (0, half)]
+            self._rotate(output.rotary, self.tables[number], values, first + v, index, store)
 
         def single(first: Expr, v: Expr) -> None:
-            store(scaled(_activate(output.activation, value(v))), first + v)
+            store(result(_activate(output.activation, value(v))), first + v)
 
         half, width = self.cut.width // 2, self.cut.width
         turned = 0 if output.rotary is None else output.rotary.dim
@@ -300,6 +422,27 @@ class _Writer:
             self._lanes(within * half, paired, half, pair)
         else:
             self._lanes(within * width, output.lanes, width, single)
+
+    def _scaled(self, output: Output, value: Expr) -> Expr:
+        return value if output.scale == 1.0 else value * tirx.const(output.scale, self.sums)
+
+    def _places(
+        self, number: int, heads: Sequence[Expr], row: Expr
+    ) -> tuple[Callable[[Sequence[Dim], Expr], list[Expr]], Callable[[Expr, Expr], None]]:
+        """Return the indices of a lane of one head and row, and what stores a result there, the residual added."""
+        output, rows = self.spec.outputs[number], _unravel(row, self.spec.rows)
+
+        def index(dims: Sequence[Dim], lane: Expr) -> list[Expr]:
+            return _index(dims, rows, heads, lane)
+
+        def store(result: Expr, lane: Expr) -> None:
+            residual = self.residuals[number]
+            if residual is not None and output.residual is not None:
+                result = result + self._load(residual, *index(output.residual, lane))
+            result = result if self.sums == self.spec.dtype else result.astype(self.spec.dtype)
+            T.buffer_store(self.results[number], result, index(output.dims, lane))
+
+        return index, store
 
     @staticmethod
     def _lanes(first: Expr, extent: int, width: int, emit: Callable[[Expr, Expr], None]) -> None:
@@ -320,17 +463,16 @@ class _Writer:
 
     def _rotate(
         self,
-        number: int,
+        rotary: Rotary,
+        tables: Sequence[Any] | None,
         values: Sequence[Expr],
         pair: Expr,
         index: Callable[[Sequence[Dim], Expr], list[Expr]],
         store: Callable[[Expr, Expr], None],
     ) -> None:
         """Store a pair of lanes, turned."""
-        rotary, tables = self.spec.outputs[number].rotary, self.tables[number]
-        assert rotary is not None and tables is not None
-        apart = rotary.convention == "half-split"
-        lanes = (pair, pair + rotary.dim // 2) if apart else (pair * 2, pair * 2 + 1)
+        assert tables is not None
+        lanes = _lanes_of_pair(rotary, pair)
         cos, sin = (
             [self._load(table, *index(dims, pair if rotary.half else lane)) for lane in lanes]
             for table, dims in zip(tables, (rotary.cos, rotary.sin))
@@ -358,6 +500,6 @@ def kernel(spec: Spec, machine: Machine) -> tirx.PrimFunc:
             T.func_name("fused_linear")
             T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True, "op_pattern": 8})
             writer = _Writer(spec, cut, machine.lanes(spec.sum_dtype))
-            writer.norms()
+            writer.prepare()
             writer.products()
     return vectorizable_math(builder.get())

@@ -32,11 +32,14 @@ class Columns:
         Groups of each head.
     pairs : int
         How many of these, the first ones, hold pairs: two registers' worth of columns that are combined.
+    unit : int
+        Its first unit of work: a group, or a head where the lanes of heads are normed.
     """
 
     start: int
     per_head: int
     pairs: int
+    unit: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Plan:
     height : int
         Rows of a tile; the rows that are left over are done one by one.
     groups : int
+    units : int
+        What the groups make in units of work, see :class:`Columns`.
     columns : tuple of Columns
         One per output.
     chunk : int
@@ -62,6 +67,7 @@ class Plan:
     width: int
     height: int
     groups: int
+    units: int
     columns: tuple[Columns, ...]
     chunk: int
     partial: int
@@ -85,38 +91,39 @@ def plan(spec: Spec, machine: Machine) -> Plan:
     lanes = machine.lanes(spec.sum_dtype)
     widest = max(o.lanes for o in spec.outputs)
     registers = min(4 if machine.vector_bytes == 16 and machine.registers >= 32 else 2, -(-widest // lanes))
-    paired = any(o.gate is not None or o.rotary is not None for o in spec.outputs)
+    paired = any(_pairs(o) for o in spec.outputs)
     registers = max(registers, 2 if paired else 1)
     width = registers * lanes
-    columns, start = [], 0
+    columns, start, units = [], 0, 0
     for output in spec.outputs:
-        pairs = _pairs(output)
-        in_pairs, whole = -(-pairs // (width // 2)), -(-_singles(output) // width)
-        columns.append(Columns(start, in_pairs + whole, in_pairs))
-        start += math.prod(output.heads) * (in_pairs + whole)
+        pairs, heads = _pairs(output), math.prod(output.heads)
+        in_pairs, whole = -(-pairs // (width // 2)) if pairs else 0, -(-_singles(output) // width)
+        columns.append(Columns(start, in_pairs + whole, in_pairs, units))
+        start += heads * (in_pairs + whole)
+        units += heads * (in_pairs + whole if output.norm is None else 1)
     rows = rows_of(spec)
     most = max(1, min(_MOST_ROWS, (machine.registers - _SPARE_REGISTERS) // registers))
     height = _height(rows, most)
     chunk = max(1, _CACHED_BYTES // (4 * spec.depth) // height) * height
-    if start < 8:
+    if units < 8:
         chunk = min(chunk, 4 * height)
     work = (ASSUMED_EXTENT if rows is None else rows) * start * width * spec.depth // lanes
     partial = _PARTIAL_SUMS if spec.depth >= 4 * _PARTIAL_SUMS else 1
-    return Plan(width, height, start, tuple(columns), chunk, partial, work >= PARALLEL_MIN_WORK)
+    return Plan(width, height, start, units, tuple(columns), chunk, partial, work >= PARALLEL_MIN_WORK)
 
 
 def _pairs(output: Output) -> int:
-    """Return how many pairs of columns a head has."""
+    """Return how many pairs of columns a head has; lanes that are normed first stand alone until they are."""
     if output.gate is not None:
         return output.lanes
-    return output.rotary.dim // 2 if output.rotary is not None else 0
+    return output.rotary.dim // 2 if output.rotary is not None and output.norm is None else 0
 
 
 def _singles(output: Output) -> int:
     """Return how many columns of a head stand alone."""
     if output.gate is not None:
         return 0
-    return output.lanes - (output.rotary.dim if output.rotary is not None else 0)
+    return output.lanes - 2 * _pairs(output)
 
 
 def order(spec: Spec, cut: Plan) -> np.ndarray:

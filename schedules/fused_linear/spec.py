@@ -23,14 +23,17 @@ class Norm:
     epsilon : float
         Added to the mean of squares, or to the variance.
     weight, bias : bool
-        Whether the kernel takes one, of shape ``(depth,)``.  An ``rms`` norm with neither never changes x: its
-        factor is applied to the sums.
+        Whether the kernel takes one, of shape ``(depth,)``, or ``(lanes,)`` for a norm of heads.  An ``rms`` norm
+        of x with neither never changes x: its factor is applied to the sums.
+    dtype : str
+        Of weight and bias; ``""`` for that of x.
     """
 
     kind: Literal["rms", "layer"]
     epsilon: float
     weight: bool = False
     bias: bool = False
+    dtype: str = ""
 
     @property
     def scales_sums(self) -> bool:
@@ -52,6 +55,8 @@ class Rotary:
         What each dimension of the table follows; its last one is ``("lane", 0)``.
     half : bool
         Whether tables hold a value per pair, not per lane.
+    dtype : str
+        Of both tables; ``""`` for that of x.
     """
 
     convention: Literal["half-split", "interleaved"]
@@ -59,6 +64,28 @@ class Rotary:
     cos: tuple[Dim, ...]
     sin: tuple[Dim, ...]
     half: bool = False
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A rotation of x itself, before the sum of products.
+
+    Attributes
+    ----------
+    rotary : Rotary
+    heads : tuple of int
+        Extents of the axes that a row of x is seen as, but for its lanes; none where a row is one head.
+    strides : tuple of int
+        Values of x from one head to the next, for each head axis.
+    lanes : int
+        Extent of the last axis; ``heads`` times ``lanes`` is the depth.
+    """
+
+    rotary: Rotary
+    heads: tuple[int, ...]
+    strides: tuple[int, ...]
+    lanes: int
 
 
 @dataclass(frozen=True)
@@ -83,6 +110,8 @@ class Output:
         ``""``, ``relu``, ``silu``, ``gelu``, ``gelu_tanh``, ``quick_gelu``, ``sigmoid`` or ``tanh``; on the gate
         where there is one.
     scale : float
+    norm : Norm or None
+        Of the lanes of each head (query and key norms).
     rotary : Rotary or None
     residual : tuple of Dim or None
         What the dimensions of the value that is added last follow.
@@ -96,6 +125,7 @@ class Output:
     gate: int | None = None
     activation: str = ""
     scale: float = 1.0
+    norm: Norm | None = None
     rotary: Rotary | None = None
     residual: tuple[Dim, ...] | None = None
 
@@ -116,12 +146,14 @@ class Spec:
     norm : Norm or None
     bias : bool
         Whether there is one packed bias.
+    turn : Turn or None
+        A rotation behind the norm.
 
     Notes
     -----
-    The kernel's arguments: x, norm weight, norm bias, packed weights ``(groups, depth, width)``, packed bias
-    ``(groups, width)``, then cos, sin and residual of each output in turn, then the results; what is not there is
-    left out.
+    The kernel's arguments: x, norm weight, norm bias, cos and sin of x, packed weights ``(groups, depth, width)``,
+    packed bias ``(groups, width)``, then norm weight, norm bias, cos, sin and residual of each output in turn, then
+    the results; what is not there is left out.
     """
 
     rows: tuple[int | tirx.Var, ...]
@@ -130,13 +162,14 @@ class Spec:
     outputs: tuple[Output, ...]
     norm: Norm | None = None
     bias: bool = False
+    turn: Turn | None = None
 
     @property
     def sum_dtype(self) -> str:
         """The type sums are kept in."""
         return "float64" if self.dtype == "float64" else "float32"
 
-    def shape(self, dims: tuple[Dim, ...], output: Output) -> list[int | tirx.Expr]:
+    def shape(self, dims: tuple[Dim, ...], output: Output | Turn) -> list[int | tirx.Expr]:
         """Return the extents that dimensions stand for."""
         extents = {"unit": lambda i: 1, "row": lambda i: self.rows[i], "lane": lambda i: output.lanes}
         extents["head"] = lambda i: output.heads[i]
