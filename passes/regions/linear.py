@@ -398,9 +398,10 @@ class Reader:
         return True
 
     def share(self, var: relax.Var) -> int:
-        """Return how many columns a value holds, 0 for a tuple."""
-        value = self.columns(var)
-        return 0 if value is None else elements(value.view.axes)
+        """Return how many columns a value holds that has been read."""
+        value = self.values[var]
+        parts = value if isinstance(value, tuple) else (value,)
+        return sum(elements(part.view.axes) for part in parts)
 
     def results(self) -> list[_Columns]:
         """Return what the region returns."""

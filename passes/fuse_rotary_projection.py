@@ -1,0 +1,110 @@
+"""Give linear layers the views and rotations behind their results: q, k, v come out rotated, as attention reads them.
+
+    t = linear(x, w); q, k, v = R.split(R.reshape(t, [b, s, 3 * h, d]), 3, 2)
+    q = rotary(R.permute_dims(q, [0, 2, 1, 3]), cos, sin); ...
+->  q, k, v = fused_linear(x, w, cos, sin)
+
+Fires for a linear layer or fused linear region (one packed layer, or several of one value) with rotations behind it,
+each through views that move columns or whole rows (reshape to heads, permute_dims, split, slices, takes of constant
+places), norms of heads (query and key norms) and casts there and back; results that are only moved (v) come along.
+Every convention that ``crossloom.rotary`` knows, tables of any broadcast form, of another float type than x, shared or
+not.  Without a rotation (CLIP, Whisper) it fires where views behind the layers would copy.
+Never for a rotation of what no linear layer made; for a value that is read on the way, which has to exist anyway; nor
+for what :mod:`crossloom.passes.regions.linear` cannot read: that stays outside, and a verdict says why.
+
+Numerics: reassociates (for float16 a result is rounded once).  Linear in the module's size.
+Source: Su et al. 2021; heads' norms: Henry et al. 2020, Qwen3.
+"""
+
+from __future__ import annotations
+
+import math
+
+import tvm
+from tvm import relax, tirx
+
+from crossloom.numerics import REASSOCIATES
+from crossloom.registry import PassInfo
+from crossloom.rewrite import Graph, GroupRule, Match, composite_name, group_pass
+from crossloom.verdict import Verdict, accept, refuse
+
+from .regions.growth import Growth, grow
+from .regions.linear import LINEAR_REGION, MOVES, kernel_takes
+
+_NAME = "fuse-rotary-projection"
+_ROTARY = "crossloom.rotary"
+_LINEAR = frozenset({"crossloom.linear", LINEAR_REGION})
+_THROUGH = frozenset({_ROTARY, "crossloom.rms_norm", "crossloom.layer_norm", "relax.astype", "relax.split", *MOVES})
+#: Views that a kernel of their own would copy.
+_COPIES = frozenset({"relax.permute_dims", "relax.split", "relax.strided_slice", "relax.take"})
+
+
+def _name(graph: Graph, var: relax.Var) -> str:
+    callee = graph.callee(var)
+    return composite_name(callee) if callee is not None else graph.op(var)
+
+
+def _producer(graph: Graph, var: relax.Var) -> relax.Var | None:
+    """Return the linear layer or region that a value is made of by moves, norms and casts."""
+    expr: relax.Expr = var
+    while isinstance(expr, relax.Var) and expr in graph.value:
+        value = graph.value[expr]
+        if isinstance(value, relax.TupleGetItem):
+            expr = value.tuple_value
+        elif _name(graph, expr) in _LINEAR:
+            return expr
+        elif isinstance(value, relax.Call) and _name(graph, expr) in _THROUGH:
+            expr = value.args[0]
+        else:
+            return None
+    return None
+
+
+def _left_out(found: Growth, var: relax.Var) -> Verdict:
+    """Return why a step is not among the members."""
+    if var in found.problems:
+        return refuse("no-kernel", var.name, found.problems[var])
+    end = found.end_before(var)
+    return refuse(
+        "intermediate-used-outside", end.name, "it is read elsewhere too, or cannot be a result of the region"
+    )
+
+
+def _match_rotary(graph: Graph, root: relax.Var) -> Match | Verdict | None:
+    producer = _producer(graph, root)
+    if producer is None:
+        return refuse("not-a-projection", root.name, "no linear layer makes what is rotated")
+    found = grow(graph, producer, lambda var: _name(graph, var) in _THROUGH)
+    return Match(graph, root, {}, found.members) if root in found.members else _left_out(found, root)
+
+
+def _match_moved(graph: Graph, root: relax.Var) -> Match | Verdict | None:
+    found = grow(graph, root, lambda var: _name(graph, var) in _THROUGH and _name(graph, var) != _ROTARY)
+    copies = [var for var in found.tried if graph.op(var) in _COPIES]
+    if not copies:
+        return None
+    joined = any(var in found.members for var in copies)
+    return Match(graph, root, {}, found.members) if joined else _left_out(found, copies[0])
+
+
+def _bytes(ty: relax.Type) -> int:
+    """Return the size of a tensor or tuple of them, 0 where a dimension is symbolic."""
+    if isinstance(ty, relax.TupleType):
+        return sum(_bytes(field) for field in ty.fields)
+    static = [int(d) if isinstance(d, tirx.IntImm) else 0 for d in ty.shape or ()]
+    return math.prod(static) * (tvm.DataType(str(ty.dtype)).bits // 8)
+
+
+def _worth(m: Match) -> Verdict:
+    """Return what is saved: each rotation, norm and copy would have read and written its value once more."""
+    passes = [var for var in m.interior if _name(m.graph, var) in _COPIES | _THROUGH - MOVES]
+    return accept(bytes_saved=2 * sum(_bytes(var.ty) for var in passes))
+
+
+def FuseRotaryProjection() -> tvm.transform.Pass:
+    """Return the pass; see the module's docstring."""
+    rules = (("rotary-projection", frozenset({_ROTARY}), _match_rotary), ("moved-projection", _LINEAR, _match_moved))
+    return group_pass(_NAME, [GroupRule(*rule, LINEAR_REGION, legal=kernel_takes, worth=_worth) for rule in rules])
+
+
+PASS = PassInfo(_NAME, FuseRotaryProjection, "fuse", REASSOCIATES, doc="Heads and rotary join the projections.")

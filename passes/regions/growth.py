@@ -1,0 +1,111 @@
+"""Growing a region of linear layers by what follows: as far as its kernel can take the steps behind them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import relax
+
+from crossloom.rewrite import Graph
+
+from .linear import NoKernel, Reader
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What became of a region.
+
+    Attributes
+    ----------
+    members : frozenset of relax.Var
+        The linear layer or region, the names of its results, and the steps that join.
+    tried : tuple of relax.Var
+        Steps behind the layers, joined or not, in program order.
+    problems : dict of relax.Var to str
+        Steps that a kernel cannot do, and why.
+    ends : frozenset of relax.Var
+        Values that are read outside and so have to be results.
+    sources : dict of relax.Var to relax.Var
+        What each step is made of.
+    """
+
+    members: frozenset[relax.Var]
+    tried: tuple[relax.Var, ...]
+    problems: dict[relax.Var, str]
+    ends: frozenset[relax.Var]
+    sources: dict[relax.Var, relax.Var]
+
+    def end_before(self, var: relax.Var) -> relax.Var:
+        """Return the value in front of a step behind which nothing joined."""
+        while var not in self.members and var in self.sources:
+            var = self.sources[var]
+        return var
+
+
+def grow(graph: Graph, producer: relax.Var, is_step: Callable[[relax.Var], bool]) -> Growth:
+    """Find the steps behind a linear layer or region that may join it.
+
+    A step joins where the kernel can do it, what it reads is read by other joining steps only, and what it makes is a
+    result or read by joining steps only; steps of one value whose columns overlap stay outside, since the sums would
+    be made twice.
+
+    Parameters
+    ----------
+    graph : Graph
+    producer : relax.Var
+        Bound to a call of ``crossloom.linear`` or of a fused linear region.
+    is_step : callable (relax.Var) -> bool
+        Whether a binding is worth a try; its first operand is what is tried to go on from.
+    """
+    reader, problems = Reader(graph), {}
+    try:
+        reader.step(producer)
+    except NoKernel as problem:
+        return Growth(frozenset((producer,)), (), {producer: str(problem)}, frozenset((producer,)), {})
+    steps: list[relax.Var] = []
+    sources: dict[relax.Var, relax.Var] = {}
+    queue = [(graph.position[user], user) for user in dict.fromkeys(graph.users.get(producer, ()))]
+    heapq.heapify(queue)
+    while queue:
+        _, var = heapq.heappop(queue)
+        value = graph.value[var]
+        inner = value.tuple_value if isinstance(value, relax.TupleGetItem) else getattr(value, "args", (None,))[0]
+        if var in sources or inner not in reader.values or graph.block.get(var) != graph.block.get(producer):
+            continue
+        if var in graph.casts or not (isinstance(value, relax.TupleGetItem) or is_step(var)):
+            continue
+        sources[var] = inner
+        steps.append(var)
+        try:
+            reader.step(var)
+        except NoKernel as problem:
+            problems[var] = str(problem)
+            continue
+        for user in dict.fromkeys(graph.users.get(var, ())):
+            heapq.heappush(queue, (graph.position[user], user))
+    kept, ends = _kept(graph, reader, producer, [var for var in steps if var not in problems])
+    members = {producer}
+    for var in steps:
+        if var in kept and sources[var] in members and sources[var] not in ends:
+            members.add(var)
+    return Growth(frozenset(members), tuple(steps), problems, frozenset(ends), sources)
+
+
+def _kept(
+    graph: Graph, reader: Reader, producer: relax.Var, steps: list[relax.Var]
+) -> tuple[set[relax.Var], set[relax.Var]]:
+    """Return the steps that can be in a region, and the values behind which nothing joins; from the last one on."""
+    kept: set[relax.Var] = set()
+    ends: set[relax.Var] = set()
+    for var in (*reversed(steps), producer):
+        users = set(graph.users.get(var, ()))
+        inside = bool(users) and var not in graph.escapes and users <= kept
+        if inside and sum(reader.share(user) for user in users) <= reader.share(var):
+            kept.add(var)
+            continue
+        ends.add(var)
+        if reader.is_result(var):
+            kept.add(var)
+    return kept, ends
