@@ -1,0 +1,11 @@
+"""One kernel for scaled dot-product attention: the scores of a block of keys, their weights and the values' sum.
+
+``out = softmax(scale * q k^T + masks) v`` without the matrix of scores: a :class:`Spec` says where each operand's
+elements lie and what masks there are, and :func:`kernel` writes it for a machine.
+"""
+
+from .kernel import kernel
+from .plan import Plan, plan
+from .spec import Axis, Extent, Operand, Role, Spec
+
+__all__ = ["Axis", "Extent", "Operand", "Plan", "Role", "Spec", "kernel", "plan"]

@@ -1,0 +1,159 @@
+"""What both shapes of attention kernels share: arguments, units of work, masks, rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from tvm import ir, tirx
+from tvm.script.ir_builder import tirx as T
+
+from .plan import Plan
+from .spec import Extent, Operand, Role, Spec
+
+Expr: TypeAlias = ir.Expr
+Roles: TypeAlias = dict[Role, Extent]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of keys.
+
+    Attributes
+    ----------
+    index : int
+        Which of the tensors of keys and values.
+    start : int or Expr
+        Its first key, counted over all parts.
+    limit : int or Expr
+        Keys of it that are read at all.
+    """
+
+    index: int
+    start: Extent
+    limit: Extent
+
+
+class Writer(ABC):
+    """Declares a kernel's arguments and emits what does not depend on the shape of work."""
+
+    def __init__(self, spec: Spec, cut: Plan) -> None:
+        self.spec, self.cut, self.sums = spec, cut, spec.sum_dtype
+        parts = range(len(spec.keys))
+        self.q = self._argument("q", spec.q)
+        self.k = [self._argument(f"k{i}", spec.k[i]) for i in parts]
+        self.v = [self._argument(f"v{i}", spec.v[i]) for i in parts]
+        self.mask = self._argument("mask", spec.mask)
+        self.bias = self._argument("bias", spec.bias)
+        self.out = self._argument("out", spec.out)
+        self.rows: Extent = spec.queries * spec.groups
+        self.keys: Extent = sum(spec.keys[1:], spec.keys[0])
+
+    @staticmethod
+    def _argument(name: str, operand: Operand | None) -> Any:
+        return None if operand is None else T.arg(name, T.buffer(operand.shape, operand.dtype, layout=None))
+
+    @abstractmethod
+    def write(self) -> None:
+        """Emit the kernel's body."""
+
+    # Values ------------------------------------------------------------------------------------------------------
+
+    def number(self, value: float) -> Expr:
+        """Return a constant of the sums' type."""
+        return tirx.const(value, self.sums)
+
+    @property
+    def lowest(self) -> Expr:
+        """The least finite number: a running maximum starts there, so that ``-inf - maximum`` is a number."""
+        return self.number(float(np.finfo(self.sums).min))
+
+    def load(self, buffer: Any, operand: Operand, roles: Mapping[Role, Extent], lanes: int = 1) -> Expr:
+        """Return an element, or ``lanes`` neighbours on the last axis, in the sums' type."""
+        indices = [axis.at(roles) for axis in operand.axes]
+        if lanes > 1:
+            indices[-1] = tirx.Ramp(indices[-1], 1, lanes)
+        value = buffer[tuple(indices)]
+        dtype = self.sums if lanes == 1 else f"{self.sums}x{lanes}"
+        return value if str(value.ty.dtype) == dtype else value.astype(dtype)
+
+    def scratch(self, *shape: int) -> Any:
+        """Return a buffer of this thread."""
+        return T.alloc_buffer(shape, self.sums, scope="local", layout=None)
+
+    def row(self, index: Extent) -> Roles:
+        """Return what a row's index stands for: the query heads of one query are neighbours."""
+        groups = self.spec.groups
+        if groups == 1:
+            return {"query": index, "group": 0}
+        return {"query": tirx.floordiv(index, groups), "group": tirx.floormod(index, groups)}
+
+    # Work --------------------------------------------------------------------------------------------------------
+
+    def spread(self, extent: Extent) -> AbstractContextManager[Expr]:
+        """Return a loop over units of work."""
+        return T.parallel(extent) if self.cut.parallel else T.serial(extent)
+
+    @contextmanager
+    def units(self, tiles: Extent) -> Iterator[tuple[Roles, Expr]]:
+        """Go over (batch, head, tile); yields the roles of the first two, and the tile.
+
+        Under a causal mask later tiles cost more: short and long ones take turns, so that threads, which get
+        neighbouring units, get the same amount of work.
+        """
+        spec = self.spec
+        with self.spread(spec.batch * spec.heads * tiles) as unit:
+            tile = T.bind(tirx.floormod(unit, tiles))
+            if spec.causal is not None:
+                half = tirx.floordiv(tile, 2)
+                tile = T.bind(tirx.Select(tirx.floormod(tile, 2) == 0, half, tiles - 1 - half))
+            pair = T.bind(tirx.floordiv(unit, tiles))
+            batch, head = tirx.floordiv(pair, spec.heads), tirx.floormod(pair, spec.heads)
+            yield {"batch": T.bind(batch), "head": T.bind(head)}, tile
+
+    def parts(self, last_query: Extent) -> list[Part]:
+        """Return the parts, cut off behind the last key that a query sees."""
+        out: list[Part] = []
+        start: Extent = 0
+        for index, keys in enumerate(self.spec.keys):
+            limit = keys
+            if self.spec.causal is not None:
+                seen = last_query + self.spec.causal + 1 - start
+                limit = T.bind(tirx.max(tirx.min(seen, keys), 0))
+            out.append(Part(index, start, limit))
+            start = start + keys
+        return out
+
+    def inverse(self, total: Expr) -> Expr:
+        """Return what the sum of weighed values is multiplied by."""
+        one, zero = self.number(1.0), self.number(0.0)
+        # Where every score is minus infinity the sum is 0, and 0 / 0 is what softmax gives.
+        if self.spec.zero_empty_rows:
+            return tirx.Select(total == zero, zero, one / total)
+        if isinstance(self.keys, int):
+            return one / total if self.keys else zero
+        return tirx.Select(self.keys == 0, zero, one / total)
+
+    # Masks -------------------------------------------------------------------------------------------------------
+
+    def masked(self, score: Expr, mask: Expr | None, bias: Expr | None) -> Expr:
+        """Return a score with mask and bias, in the order in which the model applies them."""
+        spec = self.spec
+        if bias is not None and (spec.form == "add" or spec.bias_inside or mask is None):
+            score, bias = score + bias, None
+        if mask is not None and spec.form == "add":
+            score = score + mask
+        elif mask is not None:
+            holds = mask != self.number(0.0)
+            fill = self.number(spec.fill)
+            score = tirx.Select(holds, score, fill) if spec.form == "keep" else tirx.Select(holds, fill, score)
+        return score if bias is None else score + bias
+
+    def added(self) -> Sequence[tuple[Any, Operand]]:
+        """Return mask and bias, those that are there."""
+        found = ((self.mask, self.spec.mask), (self.bias, self.spec.bias))
+        return [(buffer, operand) for buffer, operand in found if operand is not None]
