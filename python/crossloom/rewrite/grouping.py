@@ -202,10 +202,22 @@ def region_of(match: Match, composite: str, attrs: Mapping[str, Attr] | None = N
             outputs = [env[var] for var in outputs_of(match)]
             result = builder.emit_output(outputs[0] if len(outputs) == 1 else relax.Tuple(outputs))
         builder.emit_func_output(result)
-    func = builder.get()[short].with_attr("Composite", composite)
+    func = _without_alias(builder.get()[short]).with_attr("Composite", composite)
     for key, value in (attrs or {}).items():
         func = func.with_attr(f"crossloom.{key}", list(value) if isinstance(value, (list, tuple)) else value)
     return func
+
+
+def _without_alias(func: relax.Function) -> relax.Function:
+    """Return a region that names its result once: the builder binds a value first and its output name after."""
+    (block,) = func.body.blocks
+    *lines, last = block.bindings
+    made = next((i for i, line in enumerate(lines) if line.var.same_as(last.value)), None)
+    if made is None or any(leaf.same_as(last.value) for line in lines for leaf in children(line.value)):
+        return func
+    lines[made] = relax.VarBinding(last.var, lines[made].value)
+    body = _typed(relax.SeqExpr([relax.DataflowBlock(lines)], func.body.body), func.body.ty)
+    return relax.Function(func.params, body, func.ret_ty, func.is_pure).with_attrs(func.attrs)
 
 
 def _call(builder: relax.BlockBuilder, match: Match, rule: GroupRule) -> list[relax.Binding]:
