@@ -182,7 +182,7 @@ def normed(draw):
         n = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-2) * g
         return [(n + b if layered else n) @ w + (v if biased else 0)]
 
-    shapes = lambda d, m, k: [("n", d + 1), (d + 1,), (d + 1,), (d + 1, m), (m,)]  # noqa: E731
+    shapes = lambda d, m, k: [("n", d + 1), (d + 1,), (d + 1,), (d + 1, m), (m,)]
     return draw(layers(emit, reference, shapes))
 
 

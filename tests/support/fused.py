@@ -1,4 +1,4 @@
-"""What the tests of fusing passes share: strategies of linear layers in context, the way from a graph to its regions."""
+"""What the tests of fusing passes share: layers to draw, the way from a graph to its regions."""
 
 from __future__ import annotations
 
