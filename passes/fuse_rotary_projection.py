@@ -18,17 +18,15 @@ Source: Su et al. 2021; heads' norms: Henry et al. 2020, Qwen3.
 
 from __future__ import annotations
 
-import math
-
 import tvm
-from tvm import relax, tirx
+from tvm import relax
 
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
 from crossloom.rewrite import Graph, GroupRule, Match, composite_name, group_pass
 from crossloom.verdict import Verdict, accept, refuse
 
-from .regions.growth import Growth, grow
+from .regions.growth import Growth, bytes_of, grow
 from .regions.linear import LINEAR_REGION, MOVES, kernel_takes
 
 _NAME = "fuse-rotary-projection"
@@ -87,18 +85,10 @@ def _match_moved(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     return Match(graph, root, {}, found.members) if joined else _left_out(found, copies[0])
 
 
-def _bytes(ty: relax.Type) -> int:
-    """Return the size of a tensor or tuple of them, 0 where a dimension is symbolic."""
-    if isinstance(ty, relax.TupleType):
-        return sum(_bytes(field) for field in ty.fields)
-    static = [int(d) if isinstance(d, tirx.IntImm) else 0 for d in ty.shape or ()]
-    return math.prod(static) * (tvm.DataType(str(ty.dtype)).bits // 8)
-
-
 def _worth(m: Match) -> Verdict:
     """Return what is saved: each rotation, norm and copy would have read and written its value once more."""
     passes = [var for var in m.interior if _name(m.graph, var) in _COPIES | _THROUGH - MOVES]
-    return accept(bytes_saved=2 * sum(_bytes(var.ty) for var in passes))
+    return accept(bytes_saved=2 * sum(bytes_of(var.ty) for var in passes))
 
 
 def FuseRotaryProjection() -> tvm.transform.Pass:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tvm import relax
+import tvm
+from tvm import relax, tirx
 
 from crossloom.rewrite import Graph
 
@@ -109,3 +111,11 @@ def _kept(
         if reader.is_result(var):
             kept.add(var)
     return kept, ends
+
+
+def bytes_of(ty: relax.Type) -> int:
+    """Return the size of a tensor or a tuple of them, 0 where a dimension is symbolic."""
+    if isinstance(ty, relax.TupleType):
+        return sum(bytes_of(field) for field in ty.fields)
+    static = [int(d) if isinstance(d, tirx.IntImm) else 0 for d in ty.shape or ()]
+    return math.prod(static) * (tvm.DataType(str(ty.dtype)).bits // 8)
