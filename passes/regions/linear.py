@@ -167,7 +167,7 @@ class Reader:
         if any(len(dims(o) or ()) != 1 or not self._is_outside(o) for o in operands) or len(kinds) > 1:
             raise NoKernel(f"{var.name}: a norm's weight of other than the last axis")
         epsilon = float(attrs["epsilon"])  # type: ignore[arg-type]
-        norm = Norm(kind, epsilon, "weight" in parts, "bias" in parts, *kinds)  # type: ignore[arg-type]
+        norm = Norm(kind, epsilon, "weight" in parts, "bias" in parts, *kinds)
         if inner is None:
             if kinds - {dtype(x)}:
                 raise NoKernel(f"{var.name}: a norm's weight of another type")
@@ -485,7 +485,7 @@ def _output(value: _Columns) -> tuple[Output, list[relax.Expr]]:
 def _rotation(turn: _Turned, dim: Callable[[Axis | None], Dim]) -> Rotary:
     """Return a rotation whose tables follow axes, each of which is what ``dim`` says."""
     tables = [(*(dim(a) for a in _follows_table(table, turn.axes)), ("lane", 0)) for table in (turn.cos, turn.sin)]
-    return Rotary(turn.convention, turn.dim, tables[0], tables[1], turn.half, dtype(turn.cos))  # type: ignore[arg-type]
+    return Rotary(turn.convention, turn.dim, tables[0], tables[1], turn.half, dtype(turn.cos))
 
 
 def _turn(turn: _Turned) -> Turn:

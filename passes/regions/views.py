@@ -167,7 +167,7 @@ def apply_view(view: View, call: relax.Call, op: str, shape: Sequence[tirx.Expr]
 def _picked(view: View, call: relax.Call) -> View | None:
     """Return the view at a constant index of an axis, or at several in a row."""
     index = getattr(call.args[1], "value", None)
-    if call.attrs.axis is None or not hasattr(index, "numpy"):
+    if call.attrs.axis is None or index is None or not hasattr(index, "numpy"):
         return None
     places, axis = index.numpy(), int(call.attrs.axis) % len(view.axes)
     flat = [int(i) for i in places.reshape(-1)]
