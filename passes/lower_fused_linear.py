@@ -22,12 +22,13 @@ from crossloom.errors import UnsupportedTarget
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
 from crossloom.rewrite import Graph, Match, Rule, Site, rewrite_pass
-from crossloom.schedules.fused_linear import Norm, kernel, pack_bias, pack_weights, plan
+from crossloom.schedules.fused_linear import Norm, kernel, plan
 from crossloom.schedules.machine import Machine
 from crossloom.verdict import Verdict, refuse
 
 from .matching.spelling import is_weight, uncast
 from .regions.linear import LINEAR_REGION, NoKernel, Region, read_linear
+from .regions.operands import linear_operands
 
 _NAME = "lower-fused-linear"
 
@@ -58,16 +59,7 @@ def _lower(site: Site, machine: Machine) -> relax.Expr:
         weights = [(_scaled(site.builder, weight, layout, factor), layout) for weight, layout in weights]
         spec = replace(spec, norm=Norm("rms", spec.norm.epsilon))
     cut = plan(spec, machine)
-    operands = [
-        outer(region.x),
-        *norm,
-        *(outer(e) for e in region.turn),
-        pack_weights(site.builder, spec, cut, weights),
-    ]
-    if spec.bias:
-        biases = [(None if b is None else outer(b), count) for b, count in region.biases]
-        operands.append(pack_bias(site.builder, spec, cut, biases))
-    operands += [outer(e) for e in region.extras]
+    operands = linear_operands(site.builder, region, outer, spec, cut, norm, weights)
     func = kernel(spec, machine)
     gvar = site.builder.add_func(func, "fused_linear_kernel")
     ty = site.match.root.ty
