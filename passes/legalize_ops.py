@@ -1,7 +1,9 @@
 """Lower Relax operators to TIR, naming the operator and the binding when TVM cannot.
 
-Fires for every operator that TVM can lower.  Never inside what a code generator has claimed; an operator that cannot be
-lowered, or that TVM passes over because a shape is unknown, is an error that names it.
+Fires for every operator that TVM can lower; attention over a composed number of keys (``P + 1``, with a kept key for
+each earlier token), whose products TVM 0.27 takes for mismatched, is lowered over one variable in its place.
+Never inside what a code generator has claimed; an operator that cannot be lowered, or that TVM passes over because a
+shape is unknown, is an error that names it.
 
 Numerics: reassociates (TVM chooses the order of reductions).  Linear in the module's size.
 """
@@ -9,12 +11,40 @@ Numerics: reassociates (TVM chooses the order of reductions).  Linear in the mod
 from __future__ import annotations
 
 import tvm
-from tvm import ir, relax
+from tvm import ir, relax, tirx
 
 from crossloom.errors import UnsupportedModel
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
-from crossloom.rewrite import Graph
+from crossloom.rewrite import Graph, Match, Rule, Site, outline
+from crossloom.rewrite.driver import apply_rules
+
+from .inline_composites import InlineComposites
+from .matching.spelling import dims, matched
+
+_ATTENTION = frozenset({"relax.nn.attention", "relax.nn.attention_bias"})
+_OPERANDS = ("q", "k", "v", "bias")
+
+
+def _match_composed(graph: Graph, root: relax.Var) -> Match | None:
+    """Match attention with an operand of which a size is no number and no variable."""
+    args = list(graph.value[root].args)
+    sizes = [size for arg in args for size in dims(arg) or ()]
+    if all(isinstance(size, (int, tirx.IntImm, tirx.Var)) for size in sizes):
+        return None
+    return matched(graph, root, dict(zip(_OPERANDS, args)))
+
+
+def _outline_composed(site: Site) -> relax.Expr:
+    call = site.match.graph.value[site.match.root]
+
+    def body(builder: relax.BlockBuilder, **params: relax.Var) -> relax.Expr:
+        return relax.Call(call.op, list(params.values()), call.attrs, call.ty_args)
+
+    return outline(site, "crossloom.attention_operator", {name: site[name] for name in site.match.captures}, body)
+
+
+_COMPOSED = Rule("attention-of-composed-sizes", _ATTENTION, _match_composed, _outline_composed)
 
 
 def _culprit(mod: ir.IRModule) -> tuple[str, str, str]:
@@ -68,8 +98,10 @@ def LegalizeOps() -> tvm.transform.Pass:
 
     @tvm.transform.module_pass(opt_level=0, name="legalize-ops")
     def run(mod: ir.IRModule, ctx: tvm.transform.PassContext) -> ir.IRModule:
+        apart = apply_rules(mod, [_COMPOSED], "legalize-ops")
         try:
-            out = inner(mod)
+            # The call to TIR that a function of plain sizes became holds for the composed ones that it is called with.
+            out = inner(mod) if apart is mod else InlineComposites()(inner(apart))
         except Exception as error:
             function, var, op = _culprit(mod)
             last = str(error).strip().splitlines()[-1]

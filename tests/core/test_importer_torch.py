@@ -361,3 +361,17 @@ def test_one_tensor_as_two_example_inputs_is_two_inputs():
     assert len(arrays) == 3
     (got,) = run_module(loaded.mod, "main", arrays)
     np.testing.assert_allclose(got, arrays[0] - 2 * arrays[1] + 3 * arrays[2], rtol=1e-6)
+
+
+@pytest.mark.torch
+def test_an_empty_tensor_of_one_dimension_joins_any():
+    """A cache of keys begins so."""
+    import torch
+
+    class Cache(torch.nn.Module):
+        def forward(self, x):
+            kept = torch.tensor([])
+            kept = torch.cat([kept, x], dim=-2)
+            return torch.cat([kept, 2 * x], dim=-2), torch.cat([torch.zeros(0), torch.zeros(0)])
+
+    check(Cache(), torch.randn(1, 2, 3, 4))

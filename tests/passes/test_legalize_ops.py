@@ -46,17 +46,43 @@ def test_it_preserves_transformer_modules():
     assert_pass_preserves(LegalizeOps(), max_examples=10)
 
 
-def test_what_tvm_raises_on_is_named():
+def _attention_over_kept_keys(**options):
+    """Return attention of s queries over p + s keys, added to a mask where it is given one."""
     builder = relax.BlockBuilder()
     past, new = tirx.Var("p", "int64"), tirx.Var("s", "int64")
     q = relax.Var("q", relax.TensorType((1, new, 2, 4), "float32"))
     k = relax.Var("k", relax.TensorType((1, past + new, 2, 4), "float32"))
-    with builder.function("decode", [q, k]):
+    mask = relax.Var("mask", relax.TensorType((1, 1, new, past + new), "float32"))
+    old = relax.Var("old", relax.TensorType((past,), "float32"))
+    with builder.function("decode", [old, q, k, mask]):
         scaled = builder.emit(relax.op.multiply(q, relax.const(2.0)))
         alias = builder.emit(scaled)
-        builder.emit_func_output(builder.emit(relax.op.nn.attention(alias, k, k), "mixed"))
+        call = relax.op.nn.attention(alias, k, k, **{"bias": mask, **options})
+        builder.emit_func_output(builder.emit(call, "mixed"))
+    return builder.get()
+
+
+@pytest.mark.parametrize("old", [0, 1, 5])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_over_a_composed_number_of_keys(old, masked):
+    after = LegalizeOps()(_attention_over_kept_keys(**({} if masked else {"bias": None})))
+    assert {gv.name_hint for gv, fn in after.functions_items() if isinstance(fn, relax.Function)} == {"decode"}
+    vm = relax.VirtualMachine(tvm.compile(after, tvm.target.Target({"kind": "llvm"})), tvm.cpu())
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, n, 2, 4)).astype("float32") for n in (3, old + 3))
+    mask = rng.standard_normal((1, 1, 3, old + 3)).astype("float32")
+    given = (np.zeros(old, "float32"), q, k, mask)
+    got = vm["decode"](*map(tvm.runtime.tensor, given)).numpy()
+    scores = 2 * np.einsum("bihd,bjhd->bhij", q.astype("float64"), k) / 2 + masked * mask
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    wanted = np.einsum("bhij,bjhd->bihd", weights / weights.sum(-1, keepdims=True), k)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_what_tvm_raises_on_is_named():
+    mod = _attention_over_kept_keys(bias=None, window_size=3)
     with pytest.raises(UnsupportedModel, match=r"relax\.nn\.attention \(binding 'mixed' of function 'decode'\)"):
-        LegalizeOps()(builder.get())
+        LegalizeOps()(mod)
 
 
 def test_what_tvm_passes_over_is_named():

@@ -21,6 +21,7 @@ from .blocks import close_blocks
 from .gather import bound_gathers
 from .signature import entry_attributes, entry_of, output_types
 from .torch_attention import convert_attention
+from .torch_concat import convert_concat
 from .torch_norm import convert_layer_norm
 from .torch_slice import slice_converter
 
@@ -92,6 +93,7 @@ def from_torch(
             custom_convert_map={
                 "scaled_dot_product_attention.default": convert_attention,
                 "layer_norm.default": convert_layer_norm,
+                "cat.default": convert_concat,
                 "embedding.default": _convert_embedding,
                 "slice.Tensor": slice_converter(_least_sizes(program)),
             },

@@ -55,6 +55,10 @@ def splice(
     for block in callee.body.blocks:
         for binding in block.bindings:
             value = rebuild(binding.value, outer)
+            if isinstance(value, relax.Call) and value.ty_args:
+                # Types that a call is told (what a call to TIR makes) are in the callee's sizes too.
+                told = [tvm_ffi.structural_map(ty, (ir.Var, dimension)) for ty in value.ty_args]
+                value = relax.Call(value.op, value.args, value.attrs, told)
             if isinstance(value, relax.TupleGetItem) and isinstance(value.tuple_value, relax.Tuple):
                 values[binding.var] = value.tuple_value.fields[value.index]
                 continue
