@@ -41,5 +41,8 @@ def kernel(spec: Spec, machine: Machine) -> tirx.PrimFunc:
         with T.prim_func(private=True):
             T.func_name("fused_attention")
             T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True, "op_pattern": 8})
-            _WRITERS[cut.mode](spec, cut).write()
+            writer = _WRITERS[cut.mode](spec, cut)
+            # A module's sizes may leave nothing to do, and nothing to divide by.
+            if not any(isinstance(n, int) and n == 0 for n in (spec.batch, spec.heads, spec.queries)):
+                writer.write()
     return vectorizable_math(builder.get())

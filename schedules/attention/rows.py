@@ -23,8 +23,6 @@ class RowWriter(Writer):
         """Emit everything."""
         spec, cut = self.spec, self.cut
         assert isinstance(self.rows, int)
-        if self.rows == 0:
-            return
         with self.units(1) as (unit, _):
             self.unit = unit
             self.queries = self.scratch(self.rows, spec.lanes)
