@@ -17,6 +17,7 @@ from tvm import ir, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from ..activations import activate
 from ..elementary import vectorizable_math
 from ..machine import Machine
 from .plan import Plan, plan
@@ -25,44 +26,15 @@ from .spec import Dim, Norm, Output, Rotary, Spec, Turn
 Expr: TypeAlias = ir.Expr
 
 
-def _activate(kind: str, x: Expr) -> Expr:
-    """Return an activation of a float value."""
-    dtype = str(x.ty.dtype)
-
-    def number(value: float) -> Expr:
-        return tirx.const(value, dtype)
-
-    if kind == "":
-        return x
-    if kind == "relu":
-        return tirx.max(x, number(0.0))
-    if kind == "silu":
-        return x * tirx.sigmoid(x)
-    if kind == "quick_gelu":
-        return x * tirx.sigmoid(x * number(1.702))
-    if kind == "sigmoid":
-        return tirx.sigmoid(x)
-    if kind == "tanh":
-        return tirx.tanh(x)
-    if kind == "gelu":
-        return x * (number(0.5) + number(0.5) * tirx.erf(x * number(math.sqrt(0.5))))
-    if kind == "gelu_tanh":
-        inner = number(math.sqrt(2 / math.pi)) * (x + number(0.044715) * x * x * x)
-        return number(0.5) * x * (number(1.0) + tirx.tanh(inner))
-    raise ValueError(f"no activation {kind!r}")
-
-
 def _unravel(index: Expr, extents: Sequence[int | Expr]) -> list[Expr]:
     """Return the indices of axes from that of all of them in one."""
     out: list[Expr] = []
     for extent in reversed(extents[1:]):
-        out.append(tirx.const(0, "int32") if _is_one(extent) else tirx.floormod(index, extent))
-        index = index if _is_one(extent) else tirx.floordiv(index, extent)
+        # Of at most one index, or none at all, there is nothing to divide by.
+        single = isinstance(extent, int) and extent <= 1
+        out.append(tirx.const(0, "int32") if single else tirx.floormod(index, extent))
+        index = index if single else tirx.floordiv(index, extent)
     return [*([index] if extents else []), *reversed(out)]
-
-
-def _is_one(extent: int | Expr) -> bool:
-    return isinstance(extent, int) and extent == 1
 
 
 def _index(dims: Sequence[Dim], rows: Sequence[Expr], heads: Sequence[Expr], lane: Expr) -> list[Expr]:
@@ -132,8 +104,9 @@ class _Writer:
             for n, dims in (("cos", rotary.cos), ("sin", rotary.sin))
         ]
 
-    def _spread(self, extent: int | Expr) -> AbstractContextManager[Expr]:
-        return T.parallel(extent) if self.cut.parallel else T.serial(extent)
+    @staticmethod
+    def _spread(extent: int | Expr, parallel: bool) -> AbstractContextManager[Expr]:
+        return T.parallel(extent) if parallel else T.serial(extent)
 
     def _load(self, buffer: Any, *indices: Expr) -> Expr:
         value = buffer[tuple(indices)]
@@ -146,16 +119,18 @@ class _Writer:
         norm, turn, depth = self.spec.norm, self.spec.turn, self.spec.depth
         if norm is None and turn is None:
             return
+        # TVM cannot lower a buffer of nothing.
+        rows = max(self.rows, 1) if isinstance(self.rows, int) else self.rows
         if norm is not None and norm.scales_sums:
-            self.factor = T.alloc_buffer((self.rows,), self.sums, layout=None)
+            self.factor = T.alloc_buffer((rows,), self.sums, layout=None)
         if turn is not None or self.factor is None:
-            self.ready = T.alloc_buffer((self.rows, depth), self.sums, layout=None)
-        with self._spread(self.rows) as row:
+            self.ready = T.alloc_buffer((rows, depth), self.sums, layout=None)
+        with self._spread(self.rows, self.cut.parallel_rows) as row:
 
             def x(k: Expr) -> Expr:
                 return self._load(self.x, row, k)
 
-            value = x
+            value: Callable[[Expr], Expr] = x
             if norm is not None:
                 value, factor = self._normed(norm, self.norm, depth, x)
                 if self.factor is not None:
@@ -247,17 +222,26 @@ class _Writer:
     def products(self) -> None:
         """Go over units of columns, and under each over the rows of a chunk."""
         cut, rows = self.cut, self.rows
-        static = isinstance(rows, int)
-        chunks = -(-rows // cut.chunk) if static else tirx.floordiv(rows + (cut.chunk - 1), cut.chunk)
-        with self._spread(chunks * cut.units) as at:
-            one = static and chunks == 1
+        chunk, chunks = self._chunks()
+        one = isinstance(chunks, int) and chunks == 1
+        with self._spread(chunks * cut.units, cut.parallel) as at:
             unit = at if one else T.bind(tirx.floormod(at, cut.units))
-            start = 0 if one else T.bind(tirx.floordiv(at, cut.units) * cut.chunk)
-            if static and rows % cut.chunk == 0:
-                count: int | Expr = cut.chunk
-            else:
-                count = rows if one else T.bind(tirx.min(rows - start, cut.chunk))
+            start = 0 if one else T.bind(tirx.floordiv(at, cut.units) * chunk)
+            count = rows if one else T.bind(tirx.min(rows - start, chunk))
             self._unit(0, unit, start, count)
+
+    def _chunks(self) -> tuple[int | Expr, int | Expr]:
+        """Return the rows of a chunk and the number of chunks, all of nearly the same size."""
+        cut, rows = self.cut, self.rows
+        if isinstance(rows, int):
+            return cut.chunk, -(-rows // cut.chunk)
+
+        def ceildiv(a: Expr, b: Expr | int) -> Expr:
+            return tirx.floordiv(a + (b - 1), b)
+
+        pieces = T.bind(tirx.max(ceildiv(rows, cut.chunk), cut.pieces))
+        tiles = T.bind(tirx.max(ceildiv(ceildiv(rows, pieces), cut.height), 1))
+        return tiles * cut.height, ceildiv(rows, tiles * cut.height)
 
     def _unit(self, number: int, unit: Expr, start: Expr | int, count: Expr | int) -> None:
         """Emit the work of the unit, which is of output ``number`` or of one behind it."""
@@ -286,33 +270,42 @@ class _Writer:
             with T.Else():
                 self._unit(until, unit, start, count)
 
-    def _tiles(self, start: Expr | int, count: Expr | int, emit: Callable[[Expr, int, int], None]) -> None:
-        """Emit the rows of a chunk: tiles, then one by one what is left."""
-        cut = self.cut
-        tiles, rest = (
-            divmod(count, cut.height)
-            if isinstance(count, int)
-            else (tirx.floordiv(count, cut.height), tirx.floormod(count, cut.height))
-        )
-        if cut.height > 1 and not (isinstance(tiles, int) and tiles == 0):
-            with T.serial(tiles) as tile:
-                emit(start + tile * cut.height, cut.height, 1)
-        if cut.height == 1:
-            tiles, rest = 0, count
-        if not (isinstance(rest, int) and rest == 0):
-            with T.serial(rest) as row:
-                emit(start + tiles * cut.height + row, 1, cut.partial)
+    def _tiles(self, start: Expr | int, count: Expr | int, emit: Callable[[Expr, Expr | int], None]) -> None:
+        """Emit ``emit(row, height)`` for the tiles of a chunk; the last one may be lower than the others."""
+        height = self.cut.height
+        tiles = -(-count // height) if isinstance(count, int) else tirx.floordiv(count + (height - 1), height)
+        with T.serial(tiles) as tile:
+            here = T.bind(tirx.min(count - tile * height, height)) if self.cut.rests else height
+            emit(start + tile * height, here)
 
-    def _tile(self, outputs: range, group: Expr, row: Expr, height: int, partial: int) -> None:
+    def _tile(self, outputs: range, group: Expr, row: Expr, height: Expr | int) -> None:
         """Sum rows of one group, which belongs to one of ``outputs``, and apply the steps behind."""
-        done = self._summed(group, row, height, partial)
+        done = self._summed(group, row, height)
         # A loop, not copies: an index that is not a number would keep the sums out of registers, `done` may wait.
         with T.serial(height) as r:
             self._choose(outputs, group, row + r, lambda v: done[r, v])
 
-    def _summed(self, group: Expr, row: Expr, height: int, partial: int) -> Any:
-        """Return the sums of ``height`` rows of one group, which are made in ``partial`` sums each."""
+    def _summed(self, group: Expr, row: Expr, height: Expr | int) -> Any:
+        """Return the sums of a tile's rows of one group."""
+        done = T.alloc_buffer((self.cut.height, self.cut.width), self.sums, scope="local", layout=None)
+
+        def choose(heights: Sequence[int]) -> None:
+            if len(heights) == 1:
+                self._sum(done, group, row, heights[0])
+                return
+            with T.If(height == heights[0]):
+                with T.Then():
+                    self._sum(done, group, row, heights[0])
+                with T.Else():
+                    choose(heights[1:])
+
+        choose([self.cut.height, *self.cut.rests])
+        return done
+
+    def _sum(self, done: Any, group: Expr, row: Expr, height: int) -> None:
+        """Sum ``height`` rows, each in as many sums as keep the adders busy."""
         depth, width, zero = self.spec.depth, self.cut.width, tirx.const(0.0, self.sums)
+        partial = self.cut.partial(height)
         source = self.x if self.ready is None else self.ready
         sums = T.alloc_buffer((height * partial, width), self.sums, scope="local", layout=None)
         for i in range(height * partial):
@@ -332,7 +325,6 @@ class _Writer:
                     step(chunk * partial + part, part)
         for part in range(depth % partial):
             step(depth // partial * partial + part, part)
-        done = T.alloc_buffer((height, width), self.sums, scope="local", layout=None)
         for r in range(height):
             with T.vectorized(width) as v:
                 total = sums[r * partial, v]
@@ -341,20 +333,19 @@ class _Writer:
                 total = total if self.factor is None else total * self.factor[row + r]
                 total = total if self.bias is None else total + self._load(self.bias, group, v)
                 T.buffer_store(done, total, [r, v])
-        return done
 
-    def _head(self, number: int, head: Expr, row: Expr, height: int, partial: int) -> None:
+    def _head(self, number: int, head: Expr, row: Expr, height: Expr | int) -> None:
         """Sum rows of a whole head, norm each, and apply the steps behind."""
         output, columns = self.spec.outputs[number], self.cut.columns[number]
         norm, rotary, lanes = output.norm, output.rotary, output.lanes
         assert norm is not None
-        whole = T.alloc_buffer((height, lanes), self.sums, scope="local", layout=None)
+        whole = T.alloc_buffer((self.cut.height, lanes), self.sums, scope="local", layout=None)
         with T.serial(columns.per_head) as part:
-            done = self._summed(columns.start + head * columns.per_head + part, row, height, partial)
+            done = self._summed(columns.start + head * columns.per_head + part, row, height)
             with T.serial(height) as r:
 
                 def keep(first: Expr, v: Expr) -> None:
-                    kept = self._scaled(output, _activate(output.activation, done[r, v]))
+                    kept = self._scaled(output, activate(output.activation, done[r, v]))
                     T.buffer_store(whole, kept, [r, first + v])
 
                 self._lanes(part * self.cut.width, lanes, self.cut.width, keep)
@@ -398,14 +389,14 @@ class _Writer:
         def pair(first: Expr, v: Expr) -> None:
             half = self.cut.width // 2
             if output.gate is not None:
-                store(result(_activate(output.activation, value(v)) * value(v + half)), first + v)
+                store(result(activate(output.activation, value(v)) * value(v + half)), first + v)
                 return
             assert output.rotary is not None
-            values = [result(_activate(output.activation, value(v + o))) for o in (0, half)]
+            values = [result(activate(output.activation, value(v + o))) for o in (0, half)]
             self._rotate(output.rotary, self.tables[number], values, first + v, index, store)
 
         def single(first: Expr, v: Expr) -> None:
-            store(result(_activate(output.activation, value(v))), first + v)
+            store(result(activate(output.activation, value(v))), first + v)
 
         half, width = self.cut.width // 2, self.cut.width
         turned = 0 if output.rotary is None else output.rotary.dim

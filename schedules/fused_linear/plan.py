@@ -11,13 +11,17 @@ from ..machine import Machine
 from ..steps import ASSUMED_EXTENT, PARALLEL_MIN_WORK
 from .spec import Output, Spec
 
-#: Registers that a tile leaves for operands.
-_SPARE_REGISTERS = 4
 _MOST_ROWS = 8
+#: Sums that have to be under way for the adders to be busy: two a cycle, each done after four.
+_BUSY_SUMS = 8
 #: Rows of x that are worked through before the next group of columns: this much of x stays in the second-level cache.
 _CACHED_BYTES = 1 << 18
-#: Partial sums of a product with a single row; one sum alone would wait for itself.
-_PARTIAL_SUMS = 4
+#: Pieces of work that threads of whatever number share fairly.
+_FAIR_PIECES = 16
+#: Vector operations that take as long as loading a vector of weights that no cache of the core's own holds.
+_LOADED = 6
+#: Vector operations on each vector of x, where it is normed or turned.
+_PREPARED = 8
 
 
 @dataclass(frozen=True)
@@ -50,28 +54,41 @@ class Plan:
     ----------
     width : int
         Columns of a group.
+    registers : int
+        Vector registers that a row of a group fills.
     height : int
-        Rows of a tile; the rows that are left over are done one by one.
+        Rows of a tile.
+    rests : tuple of int
+        Heights that the last tile may have instead; none where the tiles fit.
     groups : int
     units : int
         What the groups make in units of work, see :class:`Columns`.
     columns : tuple of Columns
         One per output.
     chunk : int
-        Rows that are worked through before the next group of columns, a multiple of ``height``.
-    partial : int
-        Partial sums of a single row.
-    parallel : bool
+        Rows that are worked through before the next unit of columns, a multiple of ``height``; the most of them where
+        the number of rows is symbolic.
+    pieces : int
+        The least number of chunks, where there are as many tiles.
+    parallel, parallel_rows : bool
+        Whether threads share the sums of products, and what is done to rows in front of them.
     """
 
     width: int
+    registers: int
     height: int
+    rests: tuple[int, ...]
     groups: int
     units: int
     columns: tuple[Columns, ...]
     chunk: int
-    partial: int
+    pieces: int
     parallel: bool
+    parallel_rows: bool
+
+    def partial(self, height: int) -> int:
+        """Return into how many sums each one of a tile of this height is split; one alone would wait for itself."""
+        return max(1, -(-_BUSY_SUMS // (height * self.registers)))
 
 
 def rows_of(spec: Spec) -> int | None:
@@ -79,11 +96,12 @@ def rows_of(spec: Spec) -> int | None:
     return math.prod(int(r) for r in spec.rows) if all(isinstance(r, int) for r in spec.rows) else None
 
 
-def _height(rows: int | None, most: int) -> int:
-    """Return the tile height that wastes least: a row by itself costs about as much as two and a half in a tile."""
+def _tiles(rows: int | None, most: int) -> tuple[int, tuple[int, ...]]:
+    """Return the height of tiles, as even as can be, and what the last one may have instead."""
     if rows is None:
-        return min(4, most)
-    return min(range(1, most + 1), key=lambda h: (rows // h * (h + 1.5) + rows % h * 2.5, -h))
+        return most, tuple(range(most - 1, 0, -1))
+    height = -(-rows // max(1, -(-rows // most))) or 1
+    return height, (rows % height,) if rows % height else ()
 
 
 def plan(spec: Spec, machine: Machine) -> Plan:
@@ -102,14 +120,31 @@ def plan(spec: Spec, machine: Machine) -> Plan:
         start += heads * (in_pairs + whole)
         units += heads * (in_pairs + whole if output.norm is None else 1)
     rows = rows_of(spec)
-    most = max(1, min(_MOST_ROWS, (machine.registers - _SPARE_REGISTERS) // registers))
-    height = _height(rows, most)
-    chunk = max(1, _CACHED_BYTES // (4 * spec.depth) // height) * height
-    if units < 8:
-        chunk = min(chunk, 4 * height)
-    work = (ASSUMED_EXTENT if rows is None else rows) * start * width * spec.depth // lanes
-    partial = _PARTIAL_SUMS if spec.depth >= 4 * _PARTIAL_SUMS else 1
-    return Plan(width, height, start, units, tuple(columns), chunk, partial, work >= PARALLEL_MIN_WORK)
+    # One register row of weights and one value of x beside the sums.
+    height, rests = _tiles(rows, max(1, min(_MOST_ROWS, (machine.registers - registers - 1) // registers)))
+    assumed = ASSUMED_EXTENT if rows is None else rows
+    vectors = start * registers * spec.depth
+    parallel = vectors * max(assumed, _LOADED) >= PARALLEL_MIN_WORK and assumed > 0
+    most = max(1, _CACHED_BYTES // (4 * spec.depth) // height)
+    pieces = -(-_FAIR_PIECES // units) if parallel else 1
+    if rows is not None:
+        tiles = -(-rows // height)
+        chunks = max(-(-tiles // most), pieces)
+        most = max(1, -(-tiles // chunks))
+    prepared = (spec.norm is not None or spec.turn is not None) and assumed * spec.depth * _PREPARED // lanes
+    return Plan(
+        width,
+        registers,
+        height,
+        rests,
+        start,
+        units,
+        tuple(columns),
+        most * height,
+        pieces,
+        parallel,
+        prepared >= PARALLEL_MIN_WORK,
+    )
 
 
 def _pairs(output: Output) -> int:
