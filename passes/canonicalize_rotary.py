@@ -132,6 +132,17 @@ def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     return refusal
 
 
+def _match_join(graph: Graph, root: relax.Var) -> Match | Verdict | None:
+    found = _match(graph, root)
+    users = set(graph.users.get(root, ()))
+    if isinstance(found, Match) and len(users) == 1 and root not in graph.escapes:
+        (outer,) = users
+        # The join behind puts the lanes that pass through beside these: it takes all.
+        if graph.op(outer) == "relax.concat" and isinstance(_match(graph, outer), Match):
+            return None
+    return found
+
+
 def _outline(site: Site) -> relax.Expr:
     return replay(site, "crossloom.rotary", site.match.facts)
 
@@ -139,6 +150,6 @@ def _outline(site: Site) -> relax.Expr:
 def rotary_rules() -> list[Rule]:
     """Return the rules: joins first, so that a partial rotation takes its unrotated lanes along."""
     return [
-        Rule("rotary", frozenset({"relax.concat", "relax.reshape"}), _match, _outline, legal=replayable),
+        Rule("rotary", frozenset({"relax.concat", "relax.reshape"}), _match_join, _outline, legal=replayable),
         Rule("rotary", frozenset({"relax.add", "relax.subtract"}), _match, _outline, legal=replayable),
     ]

@@ -314,7 +314,7 @@ class Reader:
         if given.turn is None and inner.rows.turn is not None:
             raise NoKernel(f"{var.name}: a region that turns its rows grows no further")
         self.weights = [(outward(weight), layout) for weight, layout in inner.weights]
-        self.biases = [(bias and outward(bias), count) for bias, count in inner.biases]
+        self.biases = [(bias if bias is None else outward(bias), count) for bias, count in inner.biases]
         self.width = inner.width
         results = tuple(lifted(value) for value in inner.results())
         return results if isinstance(var.ty, relax.TupleType) else results[0]

@@ -661,3 +661,14 @@ def test_any_rotation_is_recognised_and_computes_the_reference(drawn):
 
 def test_any_rotation_is_preserved():
     assert_pass_preserves(CanonicalizeTransformer(), rotations().map(lambda drawn: drawn[0]), max_examples=12)
+
+
+@pytest.mark.parametrize("rotate", [joined, stacked])
+def test_a_partial_rotation_that_is_joined_twice_is_taken_whole(rotate):
+    """ChatGLM: the pairs are stacked, flattened, and put in front of the lanes that pass through."""
+
+    def build(e, x, cos, sin):
+        return e(op.concat([rotate(e, cut(e, x, 0, 4), cos, sin), cut(e, x, 4, 7)], -1))
+
+    facts = only(function(build, [(2, 3, 7), (3, 2), (3, 2)]))
+    assert (facts["rotary_dim"], facts["table"]) == (4, "half")
