@@ -119,12 +119,10 @@ class _Writer:
         norm, turn, depth = self.spec.norm, self.spec.turn, self.spec.depth
         if norm is None and turn is None:
             return
-        # TVM cannot lower a buffer of nothing.
-        rows = max(self.rows, 1) if isinstance(self.rows, int) else self.rows
         if norm is not None and norm.scales_sums:
-            self.factor = T.alloc_buffer((rows,), self.sums, layout=None)
+            self.factor = T.alloc_buffer((self.rows,), self.sums, layout=None)
         if turn is not None or self.factor is None:
-            self.ready = T.alloc_buffer((rows, depth), self.sums, layout=None)
+            self.ready = T.alloc_buffer((self.rows, depth), self.sums, layout=None)
         with self._spread(self.rows, self.cut.parallel_rows) as row:
 
             def x(k: Expr) -> Expr:
@@ -491,6 +489,10 @@ def kernel(spec: Spec, machine: Machine) -> tirx.PrimFunc:
             T.func_name("fused_linear")
             T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True, "op_pattern": 8})
             writer = _Writer(spec, cut, machine.lanes(spec.sum_dtype))
-            writer.prepare()
-            writer.products()
+            if isinstance(writer.rows, int) and writer.rows == 0:
+                # TVM cannot lower loops of no turns with buffers in them.
+                T.evaluate(tirx.const(0, "int32"))
+            else:
+                writer.prepare()
+                writer.products()
     return vectorizable_math(builder.get())
