@@ -1,0 +1,189 @@
+"""A residual sum and the norms of it in one pass over memory.
+
+``sum = left + right``, and for each norm ``(sum - mean) / sqrt(variance + epsilon) * weight + bias`` (layer) or
+``sum / sqrt(mean of squares + epsilon) * weight`` (RMS).  A row of both operands is read once; its sum is written where
+it is kept, or where a norm of it will stand, and read back from the first-level cache: once for a mean, once for the
+squares about it, once for the results.  Sums of float16 are rounded once, as the sum by itself would be; statistics
+are float32 then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from tvm import ir, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from .fused_linear import Norm
+from .loops import along, total, unravel
+from .machine import Machine
+from .steps import MOVED, PARALLEL_MIN_WORK
+
+Expr: TypeAlias = ir.Expr
+#: Which axis of the sum each dimension of an operand follows, None where the operand is stretched along it.
+Follows: TypeAlias = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class ResidualNorm:
+    """What a kernel computes.
+
+    Attributes
+    ----------
+    rows : tuple of int or tvm.tirx.Var
+        Leading axes of the sum.
+    depth : int
+        Its last axis, normed over; at least 1.
+    dtype : str
+        Of all operands and results; statistics are float32 (float64 for float64).
+    left, right : tuple of (int or None)
+        The operands' dimensions.
+    norms : tuple of Norm
+    keeps_sum : bool
+        Whether the sum is a result.
+
+    Notes
+    -----
+    The kernel's arguments: left, right, weight and bias ``(depth,)`` of each norm in turn where it has them, then the
+    results: the sum where it is kept, the norms.
+    """
+
+    rows: tuple[int | tirx.Var, ...]
+    depth: int
+    dtype: str
+    left: Follows
+    right: Follows
+    norms: tuple[Norm, ...]
+    keeps_sum: bool = True
+
+    @property
+    def sum_dtype(self) -> str:
+        """The type statistics are kept in."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    def shape(self, follows: Follows) -> list[int | tirx.Expr]:
+        """Return the shape of an operand."""
+        extents = (*self.rows, self.depth)
+        return [1 if axis is None else extents[axis] for axis in follows]
+
+
+class _Writer:
+    """Emits one kernel; the arguments are declared in the order of :class:`ResidualNorm`."""
+
+    def __init__(self, spec: ResidualNorm, lanes: int) -> None:
+        self.spec, self.lanes = spec, lanes
+        self.rows: int | Expr = math.prod(spec.rows) if spec.rows else 1
+        whole = (*spec.rows, spec.depth)
+        operands = [self._argument(name, spec.shape(f)) for name, f in (("left", spec.left), ("right", spec.right))]
+        self.weights: list[tuple[Any, Any]] = []
+        for i, norm in enumerate(spec.norms):
+            weight = self._argument(f"weight{i}", (spec.depth,)) if norm.weight else None
+            self.weights.append((weight, self._argument(f"bias{i}", (spec.depth,)) if norm.bias else None))
+        kept = [self._argument("sum", whole)] if spec.keeps_sum else []
+        results = [self._argument(f"result{i}", whole) for i in range(len(spec.norms))]
+        # All arguments come before the first alias.
+        self.results = [self._by_row(result) for result in results]
+        # Of several norms the last one's place is written last.
+        self.sum = self._by_row(kept[0]) if kept else self.results[-1]
+        self.left, self.right = (self._operand(o, f) for o, f in zip(operands, (spec.left, spec.right)))
+
+    def _argument(self, name: str, shape: Sequence[int | Expr]) -> Any:
+        return T.arg(name, T.buffer(tuple(shape), self.spec.dtype, layout=None))
+
+    def _by_row(self, buffer: Any) -> Any:
+        return T.decl_buffer((self.rows, self.spec.depth), self.spec.dtype, data=buffer.data, layout=None)
+
+    def _operand(self, buffer: Any, follows: Follows) -> Callable[[Expr, Expr], Expr]:
+        """Return what reads an operand at a row and a place in it."""
+        if follows == tuple(range(len(self.spec.rows) + 1)):
+            flat = self._by_row(buffer)
+            return lambda row, k: self._load(flat, row, k)
+
+        def stretched(row: Expr, k: Expr) -> Expr:
+            indices = [*unravel(row, self.spec.rows), k]
+            return self._load(buffer, *(tirx.const(0, "int32") if axis is None else indices[axis] for axis in follows))
+
+        return stretched
+
+    def _load(self, buffer: Any, *indices: Expr) -> Expr:
+        value = buffer[tuple(indices)]
+        return value if self.spec.dtype == self.spec.sum_dtype else value.astype(self.spec.sum_dtype)
+
+    def _store(self, buffer: Any, value: Expr, row: Expr, k: Expr) -> None:
+        value = value if self.spec.dtype == self.spec.sum_dtype else value.astype(self.spec.dtype)
+        T.buffer_store(buffer, value, [row, k])
+
+    def write(self) -> None:
+        """Go over the rows, on all threads where that is worth waking them."""
+        spec = self.spec
+        row_work = (2 + len(spec.norms)) * MOVED * spec.depth // self.lanes + 1
+        least = -(-PARALLEL_MIN_WORK // row_work)
+        if isinstance(self.rows, int):
+            with T.parallel(self.rows) if self.rows >= least else T.serial(self.rows) as row:
+                self._row(row)
+            return
+        with T.If(self.rows >= least):
+            with T.Then(), T.parallel(self.rows) as row:
+                self._row(row)
+            with T.Else(), T.serial(self.rows) as row:
+                self._row(row)
+
+    def _row(self, row: Expr) -> None:
+        spec, sums = self.spec, self.spec.sum_dtype
+
+        def add(k: Expr) -> None:
+            self._store(self.sum, self.left(row, k) + self.right(row, k), row, k)
+
+        def value(k: Expr) -> Expr:
+            return self._load(self.sum, row, k)
+
+        def mean_of(term: Callable[[Expr], Expr], before: Callable[[Expr], None] = lambda k: None) -> Expr:
+            found = total(spec.depth, self.lanes, sums, term, before)
+            return T.bind(found * tirx.const(1.0 / spec.depth, sums))
+
+        # By kind: what is subtracted, and the mean of squares of what is left.
+        statistics: dict[str, tuple[Expr | None, Expr]] = {}
+        if any(norm.kind == "layer" for norm in spec.norms):
+            mean = mean_of(value, add)
+            statistics["layer"] = mean, mean_of(lambda k: (value(k) - mean) * (value(k) - mean))
+        if any(norm.kind == "rms" for norm in spec.norms):
+            first = {} if statistics else {"before": add}
+            statistics["rms"] = None, mean_of(lambda k: value(k) * value(k), **first)
+        one = tirx.const(1.0, sums)
+        factors = [
+            T.bind(one / tirx.sqrt(statistics[norm.kind][1] + tirx.const(norm.epsilon, sums))) for norm in spec.norms
+        ]
+
+        def norms(k: Expr) -> None:
+            for norm, factor, (weight, bias), result in zip(spec.norms, factors, self.weights, self.results):
+                centre = statistics[norm.kind][0]
+                out = (value(k) if centre is None else value(k) - centre) * factor
+                out = out if weight is None else out * self._load(weight, k)
+                self._store(result, out if bias is None else out + self._load(bias, k), row, k)
+
+        along(spec.depth, self.lanes, norms)
+
+
+def kernel(spec: ResidualNorm, machine: Machine) -> tirx.PrimFunc:
+    """Write the kernel.
+
+    Parameters
+    ----------
+    spec : ResidualNorm
+    machine : Machine
+
+    Returns
+    -------
+    tvm.tirx.PrimFunc
+        Takes and returns through its arguments; marked as scheduled, so that no rule touches it.
+    """
+    with IRBuilder() as builder:
+        with T.prim_func(private=True):
+            T.func_name("residual_norm")
+            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True, "op_pattern": 8})
+            _Writer(spec, machine.lanes(spec.sum_dtype)).write()
+    return builder.get()
