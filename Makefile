@@ -29,7 +29,7 @@ $(VENV_TORCH)/.ready: $(VENV)/.ready
 	$(PYTHON) -m venv $(VENV_TORCH)
 	$(VENV_TORCH)/bin/pip install $(PIP_FLAGS) --upgrade pip
 	$(VENV_TORCH)/bin/pip install $(PIP_FLAGS) torch==2.13.0
-	$(VENV_TORCH)/bin/pip install $(PIP_FLAGS) -c constraints.txt -e '.[onnx,test]'
+	$(VENV_TORCH)/bin/pip install $(PIP_FLAGS) -c constraints.txt -e '.[onnx,test,architectures]'
 	touch $@
 
 lint: $(VENV)/.ready
