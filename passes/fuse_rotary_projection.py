@@ -42,38 +42,40 @@ def _name(graph: Graph, var: relax.Var) -> str:
     return composite_name(callee) if callee is not None else graph.op(var)
 
 
-def _producer(graph: Graph, var: relax.Var) -> relax.Var | None:
-    """Return the linear layer or region that a value is made of by moves, norms and casts."""
+def _way(graph: Graph, var: relax.Var) -> list[relax.Var]:
+    """Return a value and what it is made of by moves, norms and casts, back to a linear layer; [] for any other."""
+    out: list[relax.Var] = []
     expr: relax.Expr = var
     while isinstance(expr, relax.Var) and expr in graph.value:
-        value = graph.value[expr]
+        out.append(expr)
+        value, name = graph.value[expr], _name(graph, expr)
+        if name in _LINEAR and isinstance(value, relax.Call):
+            return out
         if isinstance(value, relax.TupleGetItem):
             expr = value.tuple_value
-        elif _name(graph, expr) in _LINEAR:
-            return expr
-        elif isinstance(value, relax.Call) and _name(graph, expr) in _THROUGH:
+        elif isinstance(value, relax.Call) and name in _THROUGH:
             expr = value.args[0]
         else:
-            return None
-    return None
+            break
+    return []
 
 
-def _left_out(found: Growth, var: relax.Var) -> Verdict:
-    """Return why a step is not among the members."""
-    if var in found.problems:
-        return refuse("no-kernel", var.name, found.problems[var])
-    end = found.end_before(var)
-    return refuse(
-        "intermediate-used-outside", end.name, "it is read elsewhere too, or cannot be a result of the region"
-    )
+def _left_out(graph: Graph, found: Growth, var: relax.Var) -> Verdict:
+    """Return why a step is not among the members: what lies before it, nearest to the layer, tells."""
+    way = _way(graph, var)[::-1]
+    for step in way:
+        if step in found.problems:
+            return refuse("no-kernel", step.name, found.problems[step])
+    end = next((step for step in way if step in found.ends), var)
+    return refuse("intermediate-used-outside", end.name, "it has to exist as it is: it is read elsewhere too")
 
 
 def _match_rotary(graph: Graph, root: relax.Var) -> Match | Verdict | None:
-    producer = _producer(graph, root)
-    if producer is None:
+    way = _way(graph, root)
+    if not way:
         return refuse("not-a-projection", root.name, "no linear layer makes what is rotated")
-    found = grow(graph, producer, lambda var: _name(graph, var) in _THROUGH)
-    return Match(graph, root, {}, found.members) if root in found.members else _left_out(found, root)
+    found = grow(graph, way[-1], lambda var: _name(graph, var) in _THROUGH)
+    return Match(graph, root, {}, found.members) if root in found.members else _left_out(graph, found, root)
 
 
 def _match_moved(graph: Graph, root: relax.Var) -> Match | Verdict | None:
@@ -82,7 +84,7 @@ def _match_moved(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     if not copies:
         return None
     joined = any(var in found.members for var in copies)
-    return Match(graph, root, {}, found.members) if joined else _left_out(found, copies[0])
+    return Match(graph, root, {}, found.members) if joined else _left_out(graph, found, copies[0])
 
 
 def _worth(m: Match) -> Verdict:

@@ -29,21 +29,12 @@ class Growth:
         Steps that a kernel cannot do, and why.
     ends : frozenset of relax.Var
         Values that are read outside and so have to be results.
-    sources : dict of relax.Var to relax.Var
-        What each step is made of.
     """
 
     members: frozenset[relax.Var]
     tried: tuple[relax.Var, ...]
     problems: dict[relax.Var, str]
     ends: frozenset[relax.Var]
-    sources: dict[relax.Var, relax.Var]
-
-    def end_before(self, var: relax.Var) -> relax.Var:
-        """Return the value in front of a step behind which nothing joined."""
-        while var not in self.members and var in self.sources:
-            var = self.sources[var]
-        return var
 
 
 def grow(graph: Graph, producer: relax.Var, is_step: Callable[[relax.Var], bool]) -> Growth:
@@ -65,7 +56,7 @@ def grow(graph: Graph, producer: relax.Var, is_step: Callable[[relax.Var], bool]
     try:
         reader.step(producer)
     except NoKernel as problem:
-        return Growth(frozenset((producer,)), (), {producer: str(problem)}, frozenset((producer,)), {})
+        return Growth(frozenset((producer,)), (), {producer: str(problem)}, frozenset((producer,)))
     steps: list[relax.Var] = []
     sources: dict[relax.Var, relax.Var] = {}
     queue = [(graph.position[user], user) for user in dict.fromkeys(graph.users.get(producer, ()))]
@@ -92,7 +83,7 @@ def grow(graph: Graph, producer: relax.Var, is_step: Callable[[relax.Var], bool]
     for var in steps:
         if var in kept and sources[var] in members and sources[var] not in ends:
             members.add(var)
-    return Growth(frozenset(members), tuple(steps), problems, frozenset(ends), sources)
+    return Growth(frozenset(members), tuple(steps), problems, frozenset(ends))
 
 
 def _kept(
