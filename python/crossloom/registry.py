@@ -30,6 +30,8 @@ BUILTINS = (
     "crossloom.passes.match_data_dependent_shapes",
     "crossloom.passes.canonicalize_transformer",
     "crossloom.passes.fuse_parallel_projections",
+    "crossloom.passes.fuse_rotary_projection",
+    "crossloom.passes.fuse_rotary_mlp",
     "crossloom.passes.fuse_linear_epilogue",
     "crossloom.passes.fold_norm_into_linear",
     "crossloom.passes.lower_fused_linear",
