@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from . import data, vocab
 from .config import CONFIG
 from .features import log_mel
+from .muon import Muon
 from .network import Shapes3
 
 Item = TypeVar("Item")
@@ -208,14 +209,23 @@ def ahead(make: Callable[[int], Item], steps: int, depth: int = 6) -> Iterator[I
         yield ready.get()
 
 
-def optimizer(modules: list[nn.Module], lr: float) -> torch.optim.AdamW:
-    """AdamW, weight decay on matrices only."""
-    parameters = [p for module in modules for p in module.parameters()]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.05},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98))
+def optimizers(modules: list[nn.Module], lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices; AdamW for filters, vectors, the embedding and the training-only heads."""
+    matrices: list[nn.Parameter] = []
+    decayed: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for module in modules:
+        for part in module.modules():
+            looked_up = isinstance(module, Heads) or isinstance(part, nn.Embedding)
+            for parameter in part.parameters(recurse=False):
+                if parameter.ndim < 2:
+                    vectors.append(parameter)
+                elif parameter.ndim > 2 or looked_up:
+                    decayed.append(parameter)
+                else:
+                    matrices.append(parameter)
+    groups = [{"params": decayed, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    return [Muon(matrices, lr), torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98))]
 
 
 def stage(
@@ -228,20 +238,22 @@ def stage(
     after: Callable[[int], None] | None = None,
 ) -> None:
     """Run one stage: warm-up, cosine decay to 2 % of `lr`, clipped gradients."""
-    best = optimizer(modules, lr)
+    best = optimizers(modules, lr)
     began = time.monotonic()
     mean: dict[str, float] = {}
     for step, batch in enumerate(ahead(make, steps)):
         warm = min(1.0, (step + 1) / min(150.0, 0.1 * steps))
         cosine = 0.02 + 0.98 * 0.5 * (1.0 + math.cos(math.pi * step / steps))
-        for group in best.param_groups:
+        for group in (group for one in best for group in one.param_groups):
             group["lr"] = lr * warm * cosine
         loss, shown = loss_of(batch)
-        best.zero_grad(set_to_none=True)
+        for one in best:
+            one.zero_grad(set_to_none=True)
         loss.backward()
         for module in modules:
             nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        best.step()
+        for one in best:
+            one.step()
         for key, value in shown.items():
             mean[key] = value if key not in mean else 0.95 * mean[key] + 0.05 * value
         if (step + 1) % 50 == 0 or step + 1 == steps:
@@ -300,8 +312,8 @@ def train(args: argparse.Namespace) -> None:
             save(model, args.output)
 
     vision_parts: list[nn.Module] = [model.vision, model.projector, heads]
-    stage("vision", args.vision_steps, 1.5e-3, vision_parts, see, vision_step)
-    stage("audio", args.audio_steps, 1.5e-3, [model.audio, model.model.embed_tokens], hear, audio_step)
+    stage("vision", args.vision_steps, 2.5e-3, vision_parts, see, vision_step)
+    stage("audio", args.audio_steps, 2.5e-3, [model.audio, model.model.embed_tokens], hear, audio_step)
     stage("answer", args.steps, args.lr, [model, heads], ask, answer_step, checkpoint)
     save(model, args.output)
     print(f"wrote {args.output}", flush=True)
@@ -314,12 +326,12 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, help="start from these weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--vision-steps", type=int, default=1500)
-    parser.add_argument("--audio-steps", type=int, default=400)
-    parser.add_argument("--steps", type=int, default=3600)
+    parser.add_argument("--vision-steps", type=int, default=800)
+    parser.add_argument("--audio-steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=2600)
     parser.add_argument("--batch", type=int, default=16, help="images a step in stage 3")
     parser.add_argument("--lr", type=float, default=1.5e-3, help="of stage 3")
-    parser.add_argument("--text-first", type=float, default=0.4, help="share of stage 3 without speech")
+    parser.add_argument("--text-first", type=float, default=0.5, help="share of stage 3 without speech")
     parser.add_argument("--spoken", type=int, default=2, help="spoken questions an image, of five")
     parser.add_argument("--vision-weight", type=float, default=0.2, help="of the patch labels in stage 3")
     train(parser.parse_args())
