@@ -13,8 +13,8 @@ from .spec import Extent, Spec
 #: Registers that a tile leaves for operands, beside its vectors of rows.
 _SPARE_REGISTERS = 2
 _MOST_KEYS = 12
-#: Keys that are weighed at once: their scores and values stay in the first-level cache.
-_BLOCK = {"tiles": 64, "rows": 128}
+#: Most keys that are weighed at once: their scores and a few elements of their values stay in the first-level cache.
+_BLOCK = 128
 #: Vector operations that a score costs which is summed over the lanes of a register, beside its products.
 _SUMMED = 4
 _MOST_ROWS = 12
@@ -65,17 +65,28 @@ def plan(spec: Spec, machine: Machine) -> Plan:
     rows = spec.queries * spec.groups if isinstance(spec.queries, int) else None
     keys = sum(number([part]) for part in spec.keys)
     work = number([spec.batch, spec.heads, spec.queries, spec.groups]) * keys * (spec.lanes + spec.value_lanes)
-    parallel = work // lanes >= PARALLEL_MIN_WORK
+    # Under twice what other kernels need it gains little, and a thread that is busy elsewhere is waited for.
+    parallel = work // lanes >= 2 * PARALLEL_MIN_WORK
     if rows is not None and _few(rows, spec, lanes):
         height = min(lanes, 8 if rows == 1 else 4)
         depth = lanes * max(1, min(-(-spec.value_lanes // lanes), 8, (machine.registers - 4) // max(1, min(rows, 3))))
-        return Plan("rows", lanes, max(1, rows), height, depth, -(-_BLOCK["rows"] // lanes) * lanes, parallel)
+        return Plan("rows", lanes, max(1, rows), height, depth, _block(spec, lanes), parallel)
     registers = 4 if machine.vector_bytes == 16 and machine.registers >= 32 else 2
     if rows is not None:
         registers = max(1, min(registers, -(-rows // lanes)))
     height = min(_MOST_KEYS, (machine.registers - registers - _SPARE_REGISTERS) // registers)
-    block = max(1, _BLOCK["tiles"] // height) * height
-    return Plan("tiles", lanes, registers * lanes, height, height, block, parallel)
+    # Elements that are left over are summed in a loop of their own, where few sums wait for each other.
+    depth = next((n for n in range(height, height // 2, -1) if spec.value_lanes % n == 0), height)
+    return Plan("tiles", lanes, registers * lanes, height, depth, _block(spec, height), parallel)
+
+
+def _block(spec: Spec, height: int) -> int:
+    """Return how many keys are weighed at once, so that the last block is about as long as the others."""
+    longest = max((n for n in spec.keys if isinstance(n, int)), default=_BLOCK)
+    if not all(isinstance(n, int) for n in spec.keys):
+        longest = max(longest, _BLOCK)
+    even = -(-longest // max(1, -(-longest // _BLOCK)))
+    return max(1, -(-even // height)) * height
 
 
 def _few(rows: int, spec: Spec, lanes: int) -> bool:
