@@ -36,6 +36,8 @@ _LOOKUP = "crossloom.embedding"
 _CONVOLUTIONS = frozenset({"relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d"})
 _PRODUCTS = frozenset({"crossloom.linear", "crossloom.mlp", "crossloom.gated_mlp"}) | _CONVOLUTIONS
 _JOINS = frozenset({"relax.image.resize2d", "relax.concat"})
+#: Bindings between ids as they are handed in and as they are looked up.
+_DEEP = 16
 _TOWER = {"image": "backbone", "audio": "encoder", "text": "encoder", "": "encoder"}
 
 #: part, modality, layer
@@ -72,6 +74,7 @@ class _Reader:
                 behind = [self.after[leaf] for leaf in leaves(graph, var) if leaf in self.after]
                 if behind:
                     self.after[var] = max(behind)
+        alone = "embedding" if stacks else self._alone(tag)
         tails: dict[int, list[relax.Var]] = {}
         for var in graph.order:
             if var in self.labels:
@@ -79,9 +82,16 @@ class _Reader:
             if var in self.after:
                 tails.setdefault(self.after[var], []).append(var)
             else:
-                self.labels[var] = ("embedding", self._of_ids(var, tag if len(modalities) != 1 else modalities[0]), -1)
+                self.labels[var] = (alone, self._of_ids(var, tag if len(modalities) != 1 else modalities[0]), -1)
         for number, tail in tails.items():
             self._label_tail(tail, modalities[number], number + 1 < len(stacks), stacks[-1])
+
+    def _alone(self, modality: str) -> str:
+        """Return what a function without layers is."""
+        found = {root_name(self.graph, var) for var in self.graph.order}
+        if _LOOKUP in found or found & _CONVOLUTIONS or not found & _PRODUCTS:
+            return "embedding"
+        return "projector" if modality in ("image", "audio") and self.feeds else "head"
 
     def _modality(self, stack: Stack, tag: str, stacks: int) -> str:
         """Return a stack's modality: the function's, where that is known and it is the only one."""
@@ -94,12 +104,21 @@ class _Reader:
                 continue
             seen.add(var)
             name = root_name(self.graph, var)
-            if name == _LOOKUP:
+            if name == _LOOKUP and self._looks_up_inputs(var):
                 found = "text"
             elif name in _CONVOLUTIONS:
                 found = "audio" if name == "relax.nn.conv1d" else "image"
             todo.extend(leaves(self.graph, var))
         return found or tag
+
+    def _looks_up_inputs(self, var: relax.Var) -> bool:
+        """Return whether a lookup is by ids that were handed in: a table of positions is read by constants."""
+        todo: list[relax.Expr] = [self.graph.value[var].args[1]]
+        for at in todo:
+            if at in self.graph.value and len(todo) < _DEEP:
+                todo.extend(children(self.graph.value[at]))
+        given = [leaf for leaf in todo if leaf in self.graph.func.params]
+        return any(leaf not in weights_of(self.graph) for leaf in given)
 
     def _is_decoder(self, stack: Stack, modality: str) -> bool:
         """Return whether a stack of text looks back: masked, over kept keys, or at another stack."""
@@ -114,7 +133,7 @@ class _Reader:
         return False
 
     def _of_ids(self, var: relax.Var, modality: str) -> str:
-        return "text" if root_name(self.graph, var) == _LOOKUP and not modality else modality
+        return "text" if root_name(self.graph, var) == _LOOKUP and self._looks_up_inputs(var) else modality
 
     def _label_tail(self, tail: list[relax.Var], modality: str, taken_on: bool, last: Stack) -> None:
         """Label what lies behind a stack."""
@@ -140,11 +159,11 @@ class _Reader:
         return _LOOKUP in found or "embedding" in parts
 
     def regions(self) -> list[Region]:
-        """Return the regions in the order in which they end."""
+        """Return the regions in the order in which their weights are read first."""
         graph, weights = self.graph, weights_of(self.graph)
         made_of: dict[relax.Var, tuple[str, ...]] = {v: (v.name,) for v in weights}
         read: dict[_Label, dict[str, None]] = {}
-        ends: dict[_Label, int] = {}
+        begins: dict[_Label, int] = {}
         for var in graph.order:
             operands = [leaf for leaf in children(graph.value[var]) if isinstance(leaf, relax.Var)]
             names = tuple(name for leaf in operands for name in made_of.get(leaf, ()))
@@ -153,9 +172,10 @@ class _Reader:
                 continue
             label = self.labels[var]
             read.setdefault(label, {}).update(dict.fromkeys(names))
-            ends[label] = graph.position[var]
+            if names or label[2] >= 0:
+                begins.setdefault(label, graph.position[var])
         # What has neither weights nor layers (masks, tables of positions) is no region of its own.
-        kept = [label for label in sorted(ends, key=ends.__getitem__) if read[label] or label[2] >= 0]
+        kept = sorted(begins, key=begins.__getitem__)
         return [
             Region(region_name(*label), *label, attentions=self.attending.get(label, 0), weights=tuple(read[label]))
             for label in kept
@@ -178,6 +198,8 @@ def AnnotateSemanticRegions() -> tvm.transform.Pass:
         for gvar, graph in graphs_of(mod):
             site = graph.order[-1].name if graph.order else ""
             stacks, refused = find_stacks(graph)
+            # Beside layers that attend, a residual sum by itself is part of what lies behind them.
+            stacks = [stack for stack in stacks if stack.attends] or stacks
             for verdict in refused:
                 record(verdict.at("residual-branch", graph.name, verdict.site, _NAME))
             feeds = any(tag == "text" and other is not gvar for other, tag in tags.items())
@@ -200,4 +222,4 @@ def _short(region: Region) -> str:
     return region_name(region.part, region.modality, -1)
 
 
-PASS = PassInfo(_NAME, AnnotateSemanticRegions, "partition", EXACT, doc="Regions by meaning, stored with functions.")
+PASS = PassInfo(_NAME, AnnotateSemanticRegions, "canonicalize", EXACT, doc="Regions by meaning, stored with functions.")

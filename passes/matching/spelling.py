@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import ml_dtypes  # noqa: F401  (numpy learns bfloat16)
 from tvm import relax, tirx
-from tvm_ffi import structural_equal
 
 from crossloom.rewrite import Graph, Match, Site, children, outline, rebuild
 from crossloom.rewrite.composite import Attr
-from crossloom.rewrite.sizes import is_size, sizes_in, translate
+from crossloom.rewrite.sizes import is_size, same_size, sizes_in, translate
 from crossloom.verdict import Verdict, accept, refuse
 
 
@@ -51,8 +50,8 @@ def sizes(expr: relax.Expr) -> list[int | None] | None:
 
 
 def same_dims(a: Sequence[tirx.Expr], b: Sequence[tirx.Expr]) -> bool:
-    """Return whether two shapes are structurally equal."""
-    return len(a) == len(b) and all(structural_equal(x, y) for x, y in zip(a, b))
+    """Return whether two shapes are proved equal."""
+    return len(a) == len(b) and all(same_size(x, y) for x, y in zip(a, b))
 
 
 def dtype(expr: relax.Expr) -> str:

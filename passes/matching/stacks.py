@@ -59,6 +59,11 @@ class Stack:
     layers: list[Layer] = field(default_factory=list)
 
     @property
+    def attends(self) -> bool:
+        """Whether any of its layers attends."""
+        return any(layer.attentions for layer in self.layers)
+
+    @property
     def start(self) -> relax.Var:
         """The value the first layer begins with."""
         return self.layers[0].branches[0].start
@@ -139,7 +144,7 @@ def find_stacks(graph: Graph) -> tuple[list[Stack], list[Verdict]]:
     chains: list[list[Branch]] = []
     ends: dict[relax.Var, list[Branch]] = {}
     for var in graph.order:
-        if graph.op(var) != "relax.add":
+        if root_name(graph, var) != "relax.add":
             continue
         found = _branch(graph, var)
         if isinstance(found, Verdict):

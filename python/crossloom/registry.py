@@ -29,6 +29,7 @@ STAGES = ("canonicalize", "fuse", "quantize", "partition", "lower", "plan", "bui
 BUILTINS = (
     "crossloom.passes.match_data_dependent_shapes",
     "crossloom.passes.canonicalize_transformer",
+    "crossloom.passes.annotate_semantic_regions",
     "crossloom.passes.fuse_parallel_projections",
     "crossloom.passes.fuse_rotary_projection",
     "crossloom.passes.fuse_rotary_mlp",

@@ -84,8 +84,9 @@ def assign(graph: Graph) -> dict[relax.Var, int]:
     """Return the region of every binding, by its number among :func:`regions_of`.
 
     A binding belongs to the region whose weights it reads, directly or through values made of weights alone; one that
-    reads none, to the latest region among its operands'.  A binding that reads the weights of several layers is theirs
-    together and has the number -1, as have those that nothing places (tables made of positions).
+    reads none, to the latest region among its operands', or else to the only one that reads it (a layer's kept keys).
+    One that reads the weights of several layers is theirs together and has the number -1, as have those that nothing
+    places (tables made of positions).
     """
     regions = regions_of(graph.func)
     owners: dict[str, set[int]] = {}
@@ -96,6 +97,7 @@ def assign(graph: Graph) -> dict[relax.Var, int]:
         v: frozenset((v.name,)) for v in graph.func.params if v.name in owners or v in weights_of(graph)
     }
     out: dict[relax.Var, int] = {}
+    shared: set[relax.Var] = set()
     for var in graph.order:
         leaves = [leaf for leaf in children(graph.value[var]) if isinstance(leaf, relax.Var)]
         read = frozenset().union(*(made_of.get(leaf, frozenset()) for leaf in leaves))
@@ -104,6 +106,11 @@ def assign(graph: Graph) -> dict[relax.Var, int]:
             continue
         before = max((out.get(leaf, -1) for leaf in leaves), default=-1)
         out[var] = _place([owners[w] for w in read if w in owners], before, regions)
+        shared |= {var} if out[var] < 0 and any(w in owners for w in read) else set()
+    for var in reversed(graph.order):
+        readers = {out[user] for user in graph.users.get(var, ()) if user in out}
+        if out.get(var) == -1 and var not in shared and len(readers) == 1:
+            out[var] = readers.pop()
     return out
 
 

@@ -18,6 +18,8 @@ from crossloom.rewrite import (
     pattern,
     rewrite_pass,
 )
+from crossloom.rewrite.composite import fresh_params
+from crossloom.rewrite.sizes import same_size
 from crossloom.verdict import Ledger
 
 
@@ -152,3 +154,15 @@ def test_ten_thousand_bindings_take_seconds_and_grow_linearly():
     small, large = seconds(200), seconds(2000)
     assert large < 20
     assert large < 25 * max(small, 0.01)
+
+
+def test_sizes_are_equal_however_they_are_spelled():
+    t, p = tirx.Var("T", "int64"), tirx.Var("P", "int64")
+    number = lambda n: tirx.IntImm("int64", n)
+    for a, b in ((t + 49, number(49) + t), (t * 2 - t, t), (t + p, p + t), (number(4), 4), (3, 3)):
+        assert same_size(a, b) and same_size(b, a)
+    for a, b in ((t + 49, t + 48), (t, p), (t, number(4)), (4, number(5)), (t * 2, t)):
+        assert not same_size(a, b) and not same_size(b, a)
+    x, y = (relax.Var(n, relax.TensorType((1, s), "float32")) for n, s in (("x", t + 49), ("y", number(49) + t)))
+    left, right = fresh_params([x, y], ["a", "b"])
+    assert left.ty.shape[1].same_as(right.ty.shape[1])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, relax, tirx
-from tvm_ffi import structural_equal
 
 from .driver import Site
+from .sizes import same_size
 
 Attr = str | int | float | bool | Sequence[int]
 
@@ -20,7 +20,7 @@ def fresh_params(inputs: Sequence[relax.Expr], names: Sequence[str]) -> list[rel
         if isinstance(dim, (int, tirx.IntImm)):
             return dim
         for old, new in renamed:
-            if structural_equal(old, dim):
+            if same_size(old, dim):
                 return new
         name = dim.name if isinstance(dim, tirx.Var) else f"d{len(renamed)}"
         renamed.append((dim, tirx.Var(name, "int64")))

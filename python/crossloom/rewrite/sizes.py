@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tvm import ir, relax, tirx
+from tvm.sym.analyzer import Analyzer
 from tvm_ffi import structural_equal, structural_map
 
 from .graph import children
@@ -17,6 +18,22 @@ def dimensions(expr: relax.Expr) -> list[tirx.Expr]:
     """Return the dimensions of a tensor of known shape, none for anything else."""
     ty = expr.ty
     return list(ty.shape) if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) else []
+
+
+def same_size(a: tirx.Expr | int, b: tirx.Expr | int) -> bool:
+    """Return whether two dimensions are proved equal, however they are spelled: ``49 + T`` is ``T + 49``."""
+    numbers = [_number(size) for size in (a, b)]
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    if structural_equal(a, b):
+        return True
+    # Two variables, or a variable and a number, differ; only sums and products have several spellings.
+    simple = all(isinstance(size, (int, tirx.IntImm, tirx.Var)) for size in (a, b))
+    return not simple and _number(Analyzer().simplify(a - b)) == 0
+
+
+def _number(size: tirx.Expr | int) -> int | None:
+    return int(size) if isinstance(size, (int, tirx.IntImm)) else None
 
 
 def is_size(expr: relax.Expr) -> bool:
@@ -38,7 +55,7 @@ def translate(dim: tirx.Expr, known: Known) -> tirx.Expr | None:
     if isinstance(dim, (int, tirx.IntImm)):
         return dim
     for old, new in known:
-        if structural_equal(old, dim):
+        if same_size(old, dim):
             return new
     missing: list[tirx.Var] = []
 
