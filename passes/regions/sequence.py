@@ -157,7 +157,7 @@ class SequenceReader(PartReader):
                 break
             self.inside |= set(taken)
             apart = all(self._apart(mask, other) for other in masks)
-            layer = self._layer(mask, over, products and apart)
+            layer = self._layer(mask, over, products and apart, flat)
             if layer is None:
                 self.inside = before
                 break
@@ -183,7 +183,7 @@ class SequenceReader(PartReader):
         both = mask.token is not None and other.token is not None
         return both and mask.rows.same_as(other.rows) and mask.token != other.token
 
-    def _layer(self, mask: _Mask, over: relax.Expr, products: bool) -> tuple[Layer, list[Bound]] | None:
+    def _layer(self, mask: _Mask, over: relax.Expr, products: bool, flat: bool) -> tuple[Layer, list[Bound]] | None:
         taken = self._taken_in_order(mask, over)
         if taken is not None:
             leads = [number(d) for d in (dims(taken) or [])[:-1]]
@@ -197,7 +197,8 @@ class SequenceReader(PartReader):
             bounds = [self.part(whole, products)]
         shape = tuple(number(d) for d in dims(mask.rows) or ())
         parts = tuple(bound.part for bound in bounds)
-        return Layer(shape, dtype(mask.rows), mask.token, taken is not None, parts), bounds
+        in_order = taken is not None
+        return Layer(shape, dtype(mask.rows), mask.token, in_order, parts, in_order and flat), bounds
 
     def _by_row(self, expr: relax.Expr) -> bool:
         shape = dims(expr)

@@ -329,38 +329,70 @@ class _Writer:
 
     def _taken(self, number: int, taken: Expr, total: Size, there: Several[Expr]) -> None:
         """Write the row of a layer's parts that a row of the sequence takes."""
-        layer, operands = self.spec.layers[number], self.layers[number][1]
+        layer = self.spec.layers[number]
         last = _wide(total) - tirx.const(1, "int64")
         at = T.bind(tirx.min(taken, last))
+        if not layer.elements:
+            self._chosen(number, 0, 0, at, taken > last, there, False)
+            return
+        with T.If(taken > last):
+            with T.Then():
+                self._chosen(number, 0, 0, at, None, there, True)
+            with T.Else():
+                self._chosen(number, 0, 0, at, tirx.const(False, "bool"), there, False)
 
-        def choose(which: int, start: Size) -> None:
-            part, own = layer.parts[which], operands[which]
-            end = _total([start, _count(part.rows)])
-            if which + 1 < len(layer.parts):
-                with T.If(at < _wide(end)):
-                    with T.Then():
-                        self._take(number, part, own, at - _wide(start), taken > last, there)
-                    with T.Else():
-                        choose(which + 1, end)
-            else:
-                self._take(number, part, own, at - _wide(start), taken > last, there)
-
-        choose(0, 0)
+    def _chosen(
+        self, number: int, which: int, start: Size, at: Expr, beyond: Expr | None, there: Several[Expr], single: bool
+    ) -> None:
+        """Write a row of the part that holds it: ``beyond`` is whether it is repeated (None: it is), ``single`` whether
+        its last element stands for all."""
+        layer, operands = self.spec.layers[number], self.layers[number][1]
+        part, own = layer.parts[which], operands[which]
+        end = _total([start, _count(part.rows)])
+        if which + 1 == len(layer.parts):
+            self._take(number, part, own, at - _wide(start), beyond, there, single)
+            return
+        with T.If(at < _wide(end)):
+            with T.Then():
+                self._take(number, part, own, at - _wide(start), beyond, there, single)
+            with T.Else():
+                self._chosen(number, which + 1, end, at, beyond, there, single)
 
     def _take(
-        self, number: int, part: Part, operands: _Operands, row: Expr, beyond: Expr, there: Several[Expr]
+        self,
+        number: int,
+        part: Part,
+        operands: _Operands,
+        row: Expr,
+        beyond: Expr | None,
+        there: Several[Expr],
+        single: bool,
     ) -> None:
+        final = tirx.const(self.spec.width - 1, "int32")
+
+        def lane_of(lane: Expr) -> Expr:
+            return final if single else lane
+
         if operands.func is None:
-            self._store(self._value(part, operands, T.bind(row), unravel(row, part.rows)), there)
+            row = T.bind(row)
+            value = self._value(part, operands, row, unravel(row, part.rows))
+            self._store(lambda lane: value(lane_of(lane)), there)
+            return
+
+        # The linear layer has put its rows where they belong; what is beyond them repeats the last one.
+        def repeat() -> None:
+            source = unravel(T.bind(self.goes[number][self._last(number)]), self.spec.rows)
+            copied = along_row(lambda lane: _load(self.result, [*source, lane_of(lane)]), there)
+            along(self.spec.width, self.lanes, copied)
+
+        def along_row(value: Callable[[Expr], Expr], to: Several[Expr]) -> Callable[[Expr], None]:
+            return lambda lane: T.buffer_store(self.result, value(lane), [*to, lane])
+
+        if beyond is None:
+            repeat()
         else:
-            # The linear layer has put its rows where they belong; what is beyond them repeats the last one.
             with T.If(beyond), T.Then():
-                source = unravel(T.bind(self.goes[number][self._last(number)]), self.spec.rows)
-                along(
-                    self.spec.width,
-                    self.lanes,
-                    lambda lane: T.buffer_store(self.result, _load(self.result, [*source, lane]), [*there, lane]),
-                )
+                repeat()
 
     def _last(self, number: int) -> Expr:
         return _wide(_total([_count(part.rows) for part in self.spec.layers[number].parts])) - tirx.const(1, "int64")

@@ -109,6 +109,8 @@ class Layer:
     in_order : bool
         The k-th true row takes row k of the parts (beyond the last one: the last, or NaN where there is none);
         otherwise row r takes row r.
+    elements : bool
+        Whether rows beyond the last one repeat its last element, not the row: where elements are taken one by one.
     parts : tuple of Part
         One behind the other.
     """
@@ -118,6 +120,7 @@ class Layer:
     token: int | None
     in_order: bool
     parts: tuple[Part, ...]
+    elements: bool = False
 
 
 @dataclass(frozen=True)
