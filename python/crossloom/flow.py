@@ -23,9 +23,11 @@ CPU: tuple[str, ...] = (
     "match-data-dependent-shapes",
     # Recognise norms, rotary, attention, MLPs, linears and embeddings while the importer's spelling is intact.
     "canonicalize-transformer",
-    # One region a group of operators that one kernel computes.
+    # Linear layers of one value side by side, and regions that grow from them: what follows each layer, then the
+    # norm in front of all of them, which has to find its readers in as few regions as there will be.
     "fuse-parallel-projections",
-    # Regions grow: what follows linear layers, then the norm in front of them.
+    "fuse-rotary-projection",
+    "fuse-rotary-mlp",
     "fuse-linear-epilogue",
     "fold-norm-into-linear",
     # Regions to kernels: while composites say what is in them.

@@ -4,10 +4,11 @@
     y  = R.matmul(x, wt)
 ->  y  = R.matmul(x, w_folded)    # w_folded = w.T, stored in the model
 
-Fires for permute_dims, reshape, astype, expand_dims, squeeze, concat, takes of constant indices and elementwise sums
-and products whose operands are weights, constants or folded themselves.
+Fires for permute_dims, reshape, astype, expand_dims, squeeze, concat, takes of constant indices, elementwise sums and
+products, and matrix products that are no larger than their factors, whose operands are weights, constants or folded
+themselves.
 Never for a value that is only a constant (TVM's FoldConstant does those) or one with a symbolic shape.
-Numerics: exact, numpy computing in the values' own dtype.
+Numerics: exact, numpy computing in the values' own dtype; matrix products are summed in float64 and rounded once.
 
 It works on a :class:`crossloom.model.Model`, since it changes weights; the driver runs it after
 ``inline-composites``, when what composites hid is plain operators again.
@@ -63,8 +64,18 @@ def _concat(call: relax.Call, *parts: np.ndarray) -> np.ndarray:
     return np.concatenate(parts, axis=None if axis is None else int(axis))
 
 
+def _matmul(call: relax.Call, x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
+    # A product that is larger than its factors (low-rank weights) is not worth storing.
+    floats = "float" in str(x.dtype) and "float" in str(y.dtype)
+    if not floats or x.ndim != 2 or y.ndim != 2 or x.shape[0] * y.shape[1] > x.size + y.size:
+        return None
+    return np.matmul(x.astype("float64"), y.astype("float64"))
+
+
 #: Operators whose other operands may be constants of the graph.
-_WITH_CONSTANTS = frozenset({"relax.add", "relax.subtract", "relax.multiply", "relax.take", "relax.concat"})
+_WITH_CONSTANTS = frozenset(
+    {"relax.add", "relax.subtract", "relax.multiply", "relax.take", "relax.concat", "relax.matmul"}
+)
 #: Operator -> numpy on the operands' values; the result is reshaped and cast to the call's own type.
 _COMPUTE: dict[str, Callable[..., np.ndarray | None]] = {
     "relax.permute_dims": _permute,
@@ -76,6 +87,7 @@ _COMPUTE: dict[str, Callable[..., np.ndarray | None]] = {
     "relax.subtract": lambda call, x, y: x - y,
     "relax.multiply": lambda call, x, y: x * y,
     "relax.take": _take,
+    "relax.matmul": _matmul,
     "relax.concat": _concat,
 }
 
@@ -110,6 +122,8 @@ def _evaluate(graph: Graph, values: dict[relax.Var, np.ndarray]) -> dict[relax.V
         operands: list[np.ndarray] = []
         weighty = False
         for arg in (f for a in call.args for f in (a.fields if isinstance(a, relax.Tuple) else (a,))):
+            while isinstance(arg, relax.Var) and isinstance(graph.value.get(arg), relax.Var):
+                arg = graph.value[arg]  # another name of it
             if isinstance(arg, relax.Var) and (arg in values or arg in out):
                 operands.append(out[arg] if arg in out else values[arg])
                 weighty = True

@@ -33,10 +33,10 @@ def pack_weights(
     across = all(layout == "in_out" for _, layout in weights)
     parts = [weight if across else _by_column(weight, layout) for weight, layout in weights]
     axis = 1 if across else 0
-    whole = parts[0] if len(parts) == 1 else builder.emit(relax.op.concat([builder.emit(p) for p in parts], axis))
+    whole = parts[0] if len(parts) == 1 else builder.emit(relax.op.concat(parts, axis))
     whole = whole if isinstance(whole, relax.Var) else builder.emit(whole)
     if not np.array_equal(columns, np.arange(int(whole.ty.shape[axis]))):
-        whole = builder.emit(relax.op.take(whole, relax.const(columns, "int64"), axis=axis))
+        whole = builder.emit(relax.op.take(whole, relax.const(columns, "int64"), axis=axis, mode="clip"))
     split = [depth, groups, width] if across else [groups, width, depth]
     whole = builder.emit(relax.op.reshape(whole, split))
     return builder.emit(relax.op.permute_dims(whole, [1, 0, 2] if across else [0, 2, 1]))
@@ -63,5 +63,5 @@ def pack_bias(
     whole = parts[0] if len(parts) == 1 else builder.emit(relax.op.concat(parts, 0))
     columns = order(spec, cut)
     if not np.array_equal(columns, np.arange(sum(count for _, count in biases))):
-        whole = builder.emit(relax.op.take(whole, relax.const(columns, "int64"), axis=0))
+        whole = builder.emit(relax.op.take(whole, relax.const(columns, "int64"), axis=0, mode="clip"))
     return builder.emit(relax.op.reshape(whole, [cut.groups, cut.width]))
