@@ -91,3 +91,26 @@ def test_a_weight_already_called_folded_is_not_overwritten():
     want = x @ W.T + (B * np.float32(2)).astype("float16").astype("float32")
     np.testing.assert_allclose(product, want, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(weight, W)
+
+
+def test_products_of_weights_are_folded_where_they_are_no_larger_than_their_factors():
+    def product(wide: bool) -> Model:
+        shapes = {"x": (3, 5), "a": (5, 7 if wide else 2), "b": (7 if wide else 2, 6)}
+        params = {n: relax.Var(n, relax.TensorType(s, "float32")) for n, s in shapes.items()}
+        builder = relax.BlockBuilder()
+        with builder.function("main", list(params.values()), attrs={"num_input": 1}):
+            with builder.dataflow():
+                both = builder.emit(relax.op.matmul(params["a"], params["b"]))
+                out = builder.emit_output(relax.op.matmul(params["x"], both))
+            builder.emit_func_output(out)
+        spec, made = TensorSpec("x", (3, 5), "float32"), TensorSpec("y", (3, 6), "float32")
+        arrays = {n: RNG.standard_normal(shapes[n], "float32") for n in "ab"}
+        return Model(builder.get(), arrays, {"main": Entry("main", (spec,), (made,), ("a", "b"))})
+
+    x = RNG.standard_normal((3, 5), "float32")
+    for wide in (True, False):
+        given = product(wide)
+        folded = fold_weights(given)
+        assert len(folded.params) == (1 if wide else 2)
+        want = x.astype("float64") @ given.params["a"] @ given.params["b"]
+        assert np.abs(run_module(folded.mod, "main", [x, *folded.entry_params("main")])[0] - want).max() < 1e-5
