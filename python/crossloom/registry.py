@@ -31,6 +31,7 @@ BUILTINS = (
     "crossloom.passes.canonicalize_transformer",
     "crossloom.passes.annotate_semantic_regions",
     "crossloom.passes.fuse_cross_modal_embedding",
+    "crossloom.passes.fuse_gated_mlp",
     "crossloom.passes.fuse_parallel_projections",
     "crossloom.passes.fuse_rotary_projection",
     "crossloom.passes.fuse_rotary_mlp",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 from tvm import relax
 
@@ -37,3 +39,8 @@ def layers(draw, emit, reference, shapes, dtypes=("float32", "float16")):
     """Draw ``emit`` over (n, d) rows, sizes d, m, k: ``shapes`` is a function of them."""
     sizes = [draw(st.sampled_from([1, 2, 3, 5, 7, 8, 13, 16, 17, 33])) for _ in range(3)]
     return build(draw, shapes(*sizes), emit, reference, draw(st.sampled_from(dtypes)))
+
+
+def canonicalized(cases):
+    """Return a strategy's cases with their composites: what a fusing pass is given."""
+    return cases.map(lambda case: replace(case, mod=CanonicalizeTransformer()(case.mod)))
