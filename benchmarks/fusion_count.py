@@ -80,7 +80,7 @@ class Count:
     verdicts: list[tuple[Verdict, str | None]] = field(default_factory=list)
 
 
-def count(model: Model, target: Any, disabled: Iterable[str] = ()) -> Count:
+def count(model: Model, target: Any, disabled: Iterable[str] = (), text: str | None = None) -> Count:
     """Run the pipeline, weights unfolded and kernels unscheduled, and count what is left.
 
     Parameters
@@ -89,10 +89,12 @@ def count(model: Model, target: Any, disabled: Iterable[str] = ()) -> Count:
     target : crossloom.targets.Target or str
     disabled : iterable of str
         Passes to leave out.
+    text : str or None
+        Textual pipeline instead of the target's own.
     """
     mod = bind_implied_sizes(model).mod
     out = Count({})
-    chosen = steps(target, disabled=[*disabled, *_LEFT_OUT])
+    chosen = steps(target, text, [*disabled, *_LEFT_OUT])
     with resolve_target(target):
         for step in chosen:
             places = _places(mod)

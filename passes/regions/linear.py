@@ -335,10 +335,12 @@ class Reader:
             return self._activated(value, str(attrs["kind"]), var)
         raise NoKernel(f"{var.name}: {name} is not a step of the kernel")
 
-    def _split(self, call: relax.Call, var: relax.Var) -> tuple[_Columns, ...]:
+    def _split(self, call: relax.Call, var: relax.Var) -> _Columns | tuple[_Columns, ...]:
         value = self.columns(call.args[0])
         if value is None:
             raise NoKernel(f"{var.name}: a split of a value that no linear layer made")
+        if not isinstance(var.ty, relax.TupleType):
+            return value  # A split in one part makes no tuple.
         axis = int(call.attrs.axis) % len(value.view.axes)
         parts, begin = [], 0
         for ty in var.ty.fields:
