@@ -254,6 +254,9 @@ class _Writer:
             shift = columns[number].start - columns[number].unit
             if outputs[number].norm is None:
                 group = unit + shift if shift else unit
+                if self.cut.abreast > 1:
+                    self._abreast(range(number, until), unit * self.cut.abreast)
+                    return
                 self._tiles(start, count, lambda *tile: self._tile(range(number, until), group, *tile))
             else:
                 head = unit - columns[number].unit
@@ -328,9 +331,35 @@ class _Writer:
                 total = sums[r * partial, v]
                 for part in range(1, partial):
                     total = total + sums[r * partial + part, v]
-                total = total if self.factor is None else total * self.factor[row + r]
-                total = total if self.bias is None else total + self._load(self.bias, group, v)
-                T.buffer_store(done, total, [r, v])
+                T.buffer_store(done, self._whole(total, group, row + r, v), [r, v])
+
+    def _abreast(self, outputs: range, first: Expr) -> None:
+        """Sum the only row there is of neighbouring groups, and apply the steps behind."""
+        cut, zero = self.cut, tirx.const(0.0, self.sums)
+        source = self.x if self.ready is None else self.ready
+        full = cut.groups % cut.abreast == 0
+        # In the place of a group that there is not, the last one is summed once more.
+        groups = [first + i if full else T.bind(tirx.min(first + i, cut.groups - 1)) for i in range(cut.abreast)]
+        sums = T.alloc_buffer((cut.abreast, cut.width), self.sums, scope="local", layout=None)
+        done = T.alloc_buffer((cut.abreast, cut.width), self.sums, scope="local", layout=None)
+        for i in range(cut.abreast):
+            with T.vectorized(cut.width) as v:
+                T.buffer_store(sums, zero, [i, v])
+        with T.serial(self.spec.depth) as k:
+            for i, group in enumerate(groups):
+                with T.vectorized(cut.width) as v:
+                    term = self._load(source, 0, k) * self._load(self.weight, group, k, v)
+                    T.buffer_store(sums, sums[i, v] + term, [i, v])
+        for i, group in enumerate(groups):
+            with T.vectorized(cut.width) as v:
+                T.buffer_store(done, self._whole(sums[i, v], group, 0, v), [i, v])
+        with T.serial(cut.abreast if full else tirx.min(cut.groups - first, cut.abreast)) as i:
+            self._choose(outputs, first + i, tirx.const(0, "int32"), lambda v: done[i, v])
+
+    def _whole(self, total: Expr, group: Expr, row: Expr | int, v: Expr) -> Expr:
+        """Return a sum with the row's factor and the column's bias."""
+        total = total if self.factor is None else total * self.factor[row]
+        return total if self.bias is None else total + self._load(self.bias, group, v)
 
     def _head(self, number: int, head: Expr, row: Expr, height: Expr | int) -> None:
         """Sum rows of a whole head, norm each, and apply the steps behind."""

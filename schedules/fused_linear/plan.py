@@ -14,12 +14,13 @@ from .spec import Output, Spec
 _MOST_ROWS = 8
 #: Sums that have to be under way for the adders to be busy: two a cycle, each done after four.
 _BUSY_SUMS = 8
-#: Rows of x that are worked through before the next group of columns: this much of x stays in the second-level cache.
-_CACHED_BYTES = 1 << 18
+#: Rows of x that are worked through before the next group of columns: this much of x comes from the last-level cache.
+#: Measured: less than 512 KiB costs up to a tenth at a depth of 1536, more gains nothing.
+_CACHED_BYTES = 1 << 20
 #: Pieces of work that threads of whatever number share fairly.
 _FAIR_PIECES = 16
 #: Vector operations that take as long as loading a vector of weights that no cache of the core's own holds.
-_LOADED = 6
+_LOADED = 3
 #: Vector operations on each vector of x, where it is normed or turned.
 _PREPARED = 8
 
@@ -61,6 +62,9 @@ class Plan:
     rests : tuple of int
         Heights that the last tile may have instead; none where the tiles fit.
     groups : int
+    abreast : int
+        Groups whose sums are made at the same time where there is one row: what waits for memory is loading weights,
+        and neighbouring groups lie in pages of their own.
     units : int
         What the groups make in units of work, see :class:`Columns`.
     columns : tuple of Columns
@@ -79,6 +83,7 @@ class Plan:
     height: int
     rests: tuple[int, ...]
     groups: int
+    abreast: int
     units: int
     columns: tuple[Columns, ...]
     chunk: int
@@ -124,6 +129,10 @@ def plan(spec: Spec, machine: Machine) -> Plan:
     height, rests = _tiles(rows, max(1, min(_MOST_ROWS, (machine.registers - registers - 1) // registers)))
     assumed = ASSUMED_EXTENT if rows is None else rows
     vectors = start * registers * spec.depth
+    abreast = _BUSY_SUMS // registers if rows == 1 and all(o.norm is None for o in spec.outputs) else 1
+    if start < 4 * abreast:
+        abreast = 1
+    units = -(-units // abreast)
     parallel = vectors * max(assumed, _LOADED) >= PARALLEL_MIN_WORK and assumed > 0
     most = max(1, _CACHED_BYTES // (4 * spec.depth) // height)
     pieces = -(-_FAIR_PIECES // units) if parallel else 1
@@ -138,6 +147,7 @@ def plan(spec: Spec, machine: Machine) -> Plan:
         height,
         rests,
         start,
+        abreast,
         units,
         tuple(columns),
         most * height,
