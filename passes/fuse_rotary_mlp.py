@@ -24,7 +24,7 @@ from crossloom.registry import PassInfo
 from crossloom.rewrite import Graph, GroupRule, Match, composite_name, group_pass
 from crossloom.verdict import Verdict, accept, refuse
 
-from .regions.growth import bytes_of
+from .regions.growth import bytes_of, with_table_views
 from .regions.linear import LINEAR_REGION, MOVES, kernel_takes
 
 _NAME = "fuse-rotary-mlp"
@@ -77,7 +77,7 @@ def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     refusal: Verdict | None = None
     # As many views in front as a kernel takes; why not all of them are taken is told where none are.
     for count in range(len(front), -1, -1):
-        match = Match(graph, root, {}, frozenset({*found, *front[:count]}))
+        match = Match(graph, root, {}, with_table_views(graph, {*found, *front[:count]}))
         verdict = kernel_takes(match)
         if verdict.fired:
             return match

@@ -26,7 +26,7 @@ from crossloom.registry import PassInfo
 from crossloom.rewrite import Graph, GroupRule, Match, composite_name, group_pass
 from crossloom.verdict import Verdict, accept, refuse
 
-from .regions.growth import Growth, bytes_of, grow
+from .regions.growth import Growth, bytes_of, grow, with_table_views
 from .regions.linear import LINEAR_REGION, MOVES, kernel_takes
 
 _NAME = "fuse-rotary-projection"
@@ -75,7 +75,9 @@ def _match_rotary(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     if not way:
         return refuse("not-a-projection", root.name, "no linear layer makes what is rotated")
     found = grow(graph, way[-1], lambda var: _name(graph, var) in _THROUGH)
-    return Match(graph, root, {}, found.members) if root in found.members else _left_out(graph, found, root)
+    if root not in found.members:
+        return _left_out(graph, found, root)
+    return Match(graph, root, {}, with_table_views(graph, found.members))
 
 
 def _match_moved(graph: Graph, root: relax.Var) -> Match | Verdict | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import tvm
 from tvm import relax, tirx
 
-from crossloom.rewrite import Graph
+from crossloom.rewrite import Graph, composite_name
 
 from .linear import NoKernel, Reader
 
@@ -102,6 +102,25 @@ def _kept(
         if reader.is_result(var):
             kept.add(var)
     return kept, ends
+
+
+def with_table_views(graph: Graph, members: Collection[relax.Var]) -> frozenset[relax.Var]:
+    """Return members and the axes of size 1 that are put into the tables of their rotations for them alone.
+
+    Models put these in layer by layer; the tables themselves are made once, outside.
+    """
+    out = set(members)
+    for var in members:
+        callee = graph.callee(var)
+        if callee is None or composite_name(callee) != "crossloom.rotary":
+            continue
+        for param, table in zip(callee.params, graph.value[var].args):
+            if param.name == "x" or not isinstance(table, relax.Var) or graph.op(table) != "relax.expand_dims":
+                continue
+            alone = table not in graph.escapes and set(graph.users[table]) <= out
+            if alone and table in graph.value and graph.block.get(table) == graph.block.get(var):
+                out.add(table)
+    return frozenset(out)
 
 
 def bytes_of(ty: relax.Type) -> int:

@@ -58,14 +58,22 @@ class Region:
 
 
 @dataclass(frozen=True)
+class _Table:
+    """cos or sin, and which axis of what is turned each of its own follows but for the last; None for none."""
+
+    operand: relax.Expr
+    follows: tuple[Axis | None, ...]
+
+
+@dataclass(frozen=True)
 class _Turned:
     """A rotation, and the axes of what it turns."""
 
     convention: str
     dim: int
     half: bool
-    cos: relax.Expr
-    sin: relax.Expr
+    cos: _Table
+    sin: _Table
     axes: tuple[Axis, ...]
 
 
@@ -226,24 +234,39 @@ class Reader:
         dim = int(attrs["rotary_dim"])  # type: ignore[call-overload]
         if len({dtype(parts[name]) for name in ("cos", "sin")} & _FLOATS) != 1:
             raise NoKernel(f"{var.name}: tables of two types, or of no float type")
-        for table in (parts["cos"], parts["sin"]):
-            shape = [number(d) for d in dims(table) or ()]
-            if not self._is_outside(table):
-                raise NoKernel(f"{var.name}: a table made in the region")
-            if not shape or shape[-1] != (dim if attrs["table"] == "full" else dim // 2):
-                raise NoKernel(f"{var.name}: a table of {shape[-1:]} values for {dim} lanes")
-            if len(shape) > len(dims(x) or ()):
-                raise NoKernel(f"{var.name}: a table of more axes than what it turns")
+        axes = self._rows(x, var).view.axes if value is None else value.view.axes
+        last = dim if attrs["table"] == "full" else dim // 2
+        cos, sin = (self._table(parts[name], axes, last, var) for name in ("cos", "sin"))
+        turn = _Turned(str(attrs["convention"]), dim, attrs["table"] == "half", cos, sin, axes)
         if value is None:
             rows = self._rows(x, var)
             if rows.turn is not None:
                 raise NoKernel(f"{var.name}: a second rotation of the same rows")
-        axes = rows.view.axes if value is None else value.view.axes
-        turn = _Turned(str(attrs["convention"]), dim, attrs["table"] == "half", parts["cos"], parts["sin"], axes)
-        if value is None:
             return replace(rows, turn=turn)
         self._advance(value, _ROTATED, var)
         return replace(value, step=_ROTATED, turn=turn, dtype=dtype(var))
+
+    def _table(self, table: relax.Expr, axes: tuple[Axis, ...], last: int, var: relax.Var) -> _Table:
+        """Return a table of rotations, which axes of size 1 may have been put into here."""
+        seen = [number(d) for d in dims(table) or ()]
+        if not seen or seen[-1] != last:
+            raise NoKernel(f"{var.name}: a table of {seen[-1:]} values, not {last}")
+        if len(seen) > len(axes):
+            raise NoKernel(f"{var.name}: a table of more axes than what it turns")
+        under = (*axes[len(axes) - len(seen) : -1],)
+        if self._is_outside(table):
+            plain = (None if isinstance(extent, int) and extent == 1 else at for extent, at in zip(seen, under))
+            return _Table(table, tuple(plain))
+        made = self.values[table]  # type: ignore[index]
+        if not isinstance(made, _Rows) or made.norm is not None or made.turn is not None:
+            raise NoKernel(f"{var.name}: a table made in the region")
+        lane, own = made.view.axes[-1], [number(d) for d in dims(made.x) or ()]
+        if lane.row is not None or (lane.stride, lane.extent, own[-1]) != (1, last, last):
+            raise NoKernel(f"{var.name}: a table cut or mixed in the region")
+        at = {axis.row: axis_under for axis, axis_under in zip(made.view.axes, under) if axis.row is not None}
+        if any(axis.row is None and not axis.is_unit for axis in made.view.axes[:-1]):
+            raise NoKernel(f"{var.name}: a table mixed in the region")
+        return _Table(made.x, tuple(at.get(i) for i in range(len(own) - 1)))
 
     def _sum(self, call: relax.Call, var: relax.Var) -> _Columns:
         for inner, other in ((call.args[0], call.args[1]), (call.args[1], call.args[0])):
@@ -302,10 +325,13 @@ class Reader:
         def outward(expr: relax.Expr) -> relax.Expr:
             return outer.get(expr, expr) if isinstance(expr, relax.Var) else expr
 
+        def table(old: _Table) -> _Table:
+            return _Table(outward(old.operand), tuple(a and axis(a) for a in old.follows))
+
         def lifted(old: _Columns) -> _Columns:
             norm, turn, residual = old.norm, old.turn, old.residual
             norm = norm and replace(norm, operands=tuple(map(outward, norm.operands)), axes=axes(norm.axes))
-            turn = turn and replace(turn, cos=outward(turn.cos), sin=outward(turn.sin), axes=axes(turn.axes))
+            turn = turn and replace(turn, cos=table(turn.cos), sin=table(turn.sin), axes=axes(turn.axes))
             added = residual and (outward(residual[0]), tuple(a and axis(a) for a in residual[1]))
             view = replace(old.view, axes=axes(old.view.axes))
             return replace(old, view=view, norm=norm, turn=turn, residual=added)
@@ -461,7 +487,7 @@ def _output(value: _Columns) -> tuple[Output, list[relax.Expr]]:
         if value.turn.axes[-1] is not lane:
             raise NoKernel("a rotation along another axis than the last one")
         rotary = _rotation(value.turn, dim)
-        extras += [value.turn.cos, value.turn.sin]
+        extras += [value.turn.cos.operand, value.turn.sin.operand]
     residual = None
     if value.residual is not None:
         extras.append(value.residual[0])
@@ -486,8 +512,8 @@ def _output(value: _Columns) -> tuple[Output, list[relax.Expr]]:
 
 def _rotation(turn: _Turned, dim: Callable[[Axis | None], Dim]) -> Rotary:
     """Return a rotation whose tables follow axes, each of which is what ``dim`` says."""
-    tables = [(*(dim(a) for a in _follows_table(table, turn.axes)), ("lane", 0)) for table in (turn.cos, turn.sin)]
-    return Rotary(turn.convention, turn.dim, tables[0], tables[1], turn.half, dtype(turn.cos))
+    cos, sin = ((*(dim(a) for a in table.follows), ("lane", 0)) for table in (turn.cos, turn.sin))
+    return Rotary(turn.convention, turn.dim, cos, sin, turn.half, dtype(turn.cos.operand))
 
 
 def _turn(turn: _Turned) -> Turn:
@@ -506,15 +532,6 @@ def _turn(turn: _Turned) -> Turn:
 
     extents = tuple(int(a.extent) for a in heads)
     return Turn(_rotation(turn, dim), extents, tuple(a.stride for a in heads), lane.extent)
-
-
-def _follows_table(table: relax.Expr, axes: Sequence[Axis]) -> tuple[Axis | None, ...]:
-    """Return which axis each dimension of a table follows, but for its last."""
-    shape = [number(d) for d in dims(table) or ()]
-    return tuple(
-        None if isinstance(extent, int) and extent == 1 else axis
-        for extent, axis in zip(shape[:-1], axes[len(axes) - len(shape) : -1], strict=True)
-    )
 
 
 def read_linear(graph: Graph) -> Region:
@@ -554,7 +571,7 @@ def read_linear(graph: Graph) -> Region:
     turn = None if rows.turn is None else _turn(rows.turn)
     spec = Spec(tuple(shape[:-1]), shape[-1], kind, tuple(outputs), rows.norm, biased, turn)
     biases = tuple(reader.biases) if biased else ()
-    tables = () if rows.turn is None else (rows.turn.cos, rows.turn.sin)
+    tables = () if rows.turn is None else (rows.turn.cos.operand, rows.turn.sin.operand)
     return Region(spec, rows.x, rows.operands, tables, tuple(reader.weights), biases, tuple(extras))
 
 

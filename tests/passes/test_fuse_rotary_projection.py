@@ -522,12 +522,16 @@ def test_views_that_copy_nothing_stay():
     assert not [v for v in ledger.verdicts if v.pass_name == "fuse-rotary-projection"]
 
 
-def test_tables_are_made_once_for_all_layers():
-    """cos and sin of dynamic positions stay outside the regions, which share them."""
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_tables_are_made_once_for_all_layers(layer_by_layer):
+    """cos and sin of dynamic positions stay outside the regions, which share them; what is put in front joins."""
 
     def build_(e, x, angles, *weights):
-        cos, sin = (e(op.expand_dims(t, [0, 1])) for t in tables(e, angles, "half-split", False))
+        made = tables(e, angles, "half-split", False)
+        cos, sin = made if layer_by_layer else (e(op.expand_dims(t, [0, 1])) for t in made)
         for w in weights:
+            if layer_by_layer:
+                cos, sin = (e(op.expand_dims(t, [0, 1])) for t in made)
             q = turn(e, heads(e, e(op.matmul(x, w)), 2, 4), cos, sin)
             x = e(op.reshape(e(op.permute_dims(q, [0, 2, 1, 3])), shape(1, x.ty.shape[1], 8)))
         return x
@@ -537,4 +541,7 @@ def test_tables_are_made_once_for_all_layers():
     for name in ("prefill", "decode"):
         ops = [str(getattr(getattr(b.value, "op", None), "name", "")) for b in out[name].body.blocks[0].bindings]
         assert ops.count("relax.cos") == ops.count("relax.sin") == 1
+        assert ops.count("relax.expand_dims") == (0 if layer_by_layer else 2)
         assert calls(out, name) == ["fused_linear"] * 3
+    values = data((1, 3, 8), (3, 2), *[(8, 8)] * 3)
+    np.testing.assert_allclose(run(out, *values)[0], run_module(mod, "decode", values)[0], rtol=1e-4, atol=1e-4)
