@@ -1,6 +1,6 @@
 """Write a fused linear kernel as TIR.
 
-Rows are normed and turned once, into a buffer of their own (an RMS norm without weight leaves x as it is and becomes a
+Rows are normed, turned and widened once, into a buffer of their own (an RMS norm without weight alone becomes a
 factor of the sums).  Then every group of columns goes over the rows in tiles: sums of products in registers, and on
 each tile, still in the first-level cache, the steps behind the sum.  Where heads are normed, the tile's sums of a whole
 head are kept until the last of its groups is there.  Nothing between x and the results is written to memory otherwise.
@@ -115,13 +115,13 @@ class _Writer:
     # Rows --------------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Norm and turn every row; or find the factor that a norm is."""
+        """Norm, turn and widen every row; or find the factor that a norm is."""
         norm, turn, depth = self.spec.norm, self.spec.turn, self.spec.depth
-        if norm is None and turn is None:
+        if not self.spec.prepares:
             return
         if norm is not None and norm.scales_sums:
             self.factor = T.alloc_buffer((self.rows,), self.sums, layout=None)
-        if turn is not None or self.factor is None:
+        if turn is not None or self.factor is None or self.spec.dtype != self.sums:
             self.ready = T.alloc_buffer((self.rows, depth), self.sums, layout=None)
         with self._spread(self.rows, self.cut.parallel_rows) as row:
 

@@ -21,7 +21,7 @@ _CACHED_BYTES = 1 << 20
 _FAIR_PIECES = 16
 #: Vector operations that take as long as loading a vector of weights that no cache of the core's own holds.
 _LOADED = 3
-#: Vector operations on each vector of x, where it is normed or turned.
+#: Vector operations on each vector of x, where something is done to it in front of the sums.
 _PREPARED = 8
 
 
@@ -140,7 +140,7 @@ def plan(spec: Spec, machine: Machine) -> Plan:
         tiles = -(-rows // height)
         chunks = max(-(-tiles // most), pieces)
         most = max(1, -(-tiles // chunks))
-    prepared = (spec.norm is not None or spec.turn is not None) and assumed * spec.depth * _PREPARED // lanes
+    prepared = assumed * spec.depth * _PREPARED // lanes if spec.prepares else 0
     return Plan(
         width,
         registers,

@@ -169,6 +169,11 @@ class Spec:
         """The type sums are kept in."""
         return "float64" if self.dtype == "float64" else "float32"
 
+    @property
+    def prepares(self) -> bool:
+        """Whether something is done to rows in front of the sums: also widening, which else every group would do."""
+        return self.norm is not None or self.turn is not None or self.dtype != self.sum_dtype
+
     def shape(self, dims: tuple[Dim, ...], output: Output | Turn) -> list[int | tirx.Expr]:
         """Return the extents that dimensions stand for."""
         extents = {"unit": lambda i: 1, "row": lambda i: self.rows[i], "lane": lambda i: output.lanes}

@@ -211,7 +211,7 @@ RMS, LAYER = Norm("rms", 1e-5), Norm("layer", 1e-3)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_activations(activation, dtype):
     hold(Spec((5,), 19, dtype, (plain(21, activation=activation, scale=0.5),), bias=True))
 
@@ -220,16 +220,14 @@ def test_activations(activation, dtype):
     "norm",
     [RMS, replace(RMS, weight=True), LAYER, replace(LAYER, weight=True), replace(LAYER, weight=True, bias=True)],
 )
-@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
-@pytest.mark.parametrize("depth", [1, 13, 64])
+@pytest.mark.parametrize(("dtype", "depth"), [("float32", 64), ("float16", 13), ("float64", 1)])
 def test_norms(norm, dtype, depth):
     if norm.kind == "layer" and depth == 1:
         norm = replace(norm, epsilon=1.0)
     hold(Spec((7,), depth, dtype, (plain(17),), norm, bias=True))
 
 
-@pytest.mark.parametrize("activation", ["", "silu", "gelu", "relu"])
-@pytest.mark.parametrize("lanes", [1, 8, 19, 40])
+@pytest.mark.parametrize(("activation", "lanes"), [("", 1), ("silu", 8), ("gelu", 19), ("relu", 40)])
 def test_gates(activation, lanes):
     hold(Spec((3,), 12, "float32", (plain(lanes, first=lanes, gate=0, activation=activation),), bias=True))
     hold(Spec((3,), 12, "float32", (plain(lanes, first=0, gate=lanes, activation=activation, residual=(LANE,)),)))
@@ -241,7 +239,7 @@ def turning(convention, dim, half, lanes, dims, table, heads=3, **kwargs):
 
 @pytest.mark.parametrize("convention", ["half-split", "interleaved"])
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize(("dim", "lanes"), [(2, 2), (8, 8), (16, 20), (6, 13), (32, 32), (64, 64), (64, 80)])
+@pytest.mark.parametrize(("dim", "lanes"), [(2, 2), (16, 20), (6, 13), (64, 80)])
 def test_rotations(convention, half, dim, lanes):
     dims = (("head", 0), ("row", 0), LANE)
     hold(Spec((5,), 12, "float32", (turning(convention, dim, half, lanes, dims, (("row", 0), LANE)),)))
@@ -313,8 +311,26 @@ def test_rows_of_any_rank(rows):
     hold(Spec(rows, 16, "float32", (Output((*dims, LANE), (), 24, residual=(*dims, LANE)),), RMS))
 
 
-@pytest.mark.parametrize("layouts", [("in_out",), ("out_in",), ("in_out", "out_in"), ("out_in", "in_out", "in_out")])
-@pytest.mark.parametrize("splits", [1, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_one_row_of_many_columns(dtype):
+    """Neighbouring groups are summed at the same time; the last of them are not as many as the others."""
+    row = (("row", 0), LANE)
+    outputs = (
+        turning("half-split", 16, False, 24, (("row", 0), ("head", 0), LANE), (("row", 0), UNIT, LANE), heads=9),
+        plain(131, first=216, gate=347, activation="silu", residual=row),
+        plain(61, first=478, scale=0.5),
+    )
+    spec = Spec((1,), 40, dtype, outputs, RMS, bias=True)
+    cut = plan(spec, Machine.of(HOST))
+    assert cut.abreast > 1 and (cut.groups % cut.abreast or dtype == "float64")
+    hold(spec, splits=2)
+    hold(replace(spec, outputs=(plain(512),), norm=replace(LAYER, weight=True)))
+
+
+@pytest.mark.parametrize(
+    ("splits", "layouts"),
+    [(1, ("out_in",)), (3, ("in_out",)), (4, ("in_out", "out_in")), (3, ("out_in", "in_out", "in_out"))],
+)
 def test_layers_side_by_side_in_both_layouts(layouts, splits):
     hold(
         Spec((3,), 10, "float32", (plain(23, first=3), plain(9, first=26, activation="relu")), bias=True),
@@ -393,7 +409,7 @@ def test_small_work_wakes_no_threads_and_large_work_does():
     def parallel(rows, depth, columns):
         return "T.parallel" in text(Spec((rows,), depth, "float32", (plain(columns),)))
 
-    assert not parallel(1, 384, 128) and not parallel(0, 384, 384)
+    assert not parallel(1, 384, 128) and not parallel(1, 576, 384) and not parallel(0, 384, 384)
     assert parallel(1, 576, 49152) and parallel(64, 384, 384) and parallel(4096, 384, 16)
     narrow = plan(Spec((4096,), 384, "float32", (plain(16),)), Machine.of(HOST))
     assert -(-4096 // narrow.chunk) * narrow.units >= 8, "threads share rows where there are few columns"
