@@ -95,7 +95,7 @@ def measure(name: str, source: Source) -> ModelRow:
     for entry in model.entries:
         one, two = before.entries[entry], after.entries[entry]
         pairs = ((len(e.kernels), e.between_bytes, e.traffic_bytes) for e in (one, two))
-        row.entries.append(EntryRow(name, entry, _layers(entry, one, two, after), *zip(*pairs)))  # type: ignore[arg-type]
+        row.entries.append(EntryRow(name, entry, _layers(entry, one, two, after), *zip(*pairs)))
     return row
 
 

@@ -114,7 +114,7 @@ def _decode(lm: nn.Module, layers: int, heads: int, head_dim: int) -> Model:
     auto = torch.export.Dim.AUTO
     past = [torch.zeros((1, heads, 7, head_dim)) for _ in range(2 * layers)]
     args = (torch.ones((1, 1), dtype=torch.int64), _mask(1, 8), torch.tensor([[7]]), past)
-    shapes = ({}, {3: auto}, {}, [{2: auto}] * len(past))
+    shapes: tuple[Any, ...] = ({}, {3: auto}, {}, [{2: auto}] * len(past))
     return _one_length(from_torch(_Decode(lm), args, entry="decode", dynamic_shapes=shapes, modality="text"))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from tvm import ir, relax, tirx
 from tvm.sym.analyzer import Analyzer
 
-from crossloom.flow import CPU, Step, resolve_target, steps
+from crossloom.flow import CPU, Step, steps
 from crossloom.importers.implied_sizes import bind_implied_sizes
 from crossloom.importers.unify import substitute
 from crossloom.model import Model
@@ -86,7 +86,7 @@ def count(model: Model, target: Any, disabled: Iterable[str] = (), text: str | N
     Parameters
     ----------
     model : Model
-    target : crossloom.targets.Target or str
+    target : crossloom.targets.Target
     disabled : iterable of str
         Passes to leave out.
     text : str or None
@@ -95,7 +95,7 @@ def count(model: Model, target: Any, disabled: Iterable[str] = (), text: str | N
     mod = bind_implied_sizes(model).mod
     out = Count({})
     chosen = steps(target, text, [*disabled, *_LEFT_OUT])
-    with resolve_target(target):
+    with target.tvm_target():
         for step in chosen:
             places = _places(mod)
             with Ledger() as ledger:

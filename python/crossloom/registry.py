@@ -29,6 +29,7 @@ STAGES = ("canonicalize", "fuse", "quantize", "partition", "lower", "plan", "bui
 BUILTINS = (
     "crossloom.passes.match_data_dependent_shapes",
     "crossloom.passes.canonicalize_transformer",
+    "crossloom.passes.batch_attention_windows",
     "crossloom.passes.annotate_semantic_regions",
     "crossloom.passes.fuse_cross_modal_embedding",
     "crossloom.passes.fuse_cross_attention_kv",
