@@ -39,12 +39,15 @@ class ResidualNorm:
     depth : int
         Its last axis, normed over; at least 1.
     dtype : str
-        Of all operands and results; statistics are float32 (float64 for float64).
+        Of both operands and their sum; statistics are float32 (float64 for float64).
     left, right : tuple of (int or None)
         The operands' dimensions.
     norms : tuple of Norm
+        Weights and biases are of type ``dtype``, unless the norm says otherwise.
     keeps_sum : bool
         Whether the sum is a result.
+    types : tuple of str
+        Of each norm's result; none where all are of type ``dtype``.
 
     Notes
     -----
@@ -59,6 +62,7 @@ class ResidualNorm:
     right: Follows
     norms: tuple[Norm, ...]
     keeps_sum: bool = True
+    types: tuple[str, ...] = ()
 
     @property
     def sum_dtype(self) -> str:
@@ -71,6 +75,11 @@ class ResidualNorm:
         return [1 if axis is None else extents[axis] for axis in follows]
 
 
+def _cast(value: Expr, dtype: str) -> Expr:
+    """Return a value, or a vector, of another element type."""
+    return value if str(value.ty.dtype).split("x")[0] == dtype else value.astype(dtype)
+
+
 class _Writer:
     """Emits one kernel; the arguments are declared in the order of :class:`ResidualNorm`."""
 
@@ -78,24 +87,30 @@ class _Writer:
         self.spec, self.lanes = spec, lanes
         self.rows: int | Expr = math.prod(spec.rows) if spec.rows else 1
         whole = (*spec.rows, spec.depth)
-        operands = [self._argument(name, spec.shape(f)) for name, f in (("left", spec.left), ("right", spec.right))]
-        self.weights: list[tuple[Any, Any]] = []
-        for i, norm in enumerate(spec.norms):
-            weight = self._argument(f"weight{i}", (spec.depth,)) if norm.weight else None
-            self.weights.append((weight, self._argument(f"bias{i}", (spec.depth,)) if norm.bias else None))
-        kept = [self._argument("sum", whole)] if spec.keeps_sum else []
-        results = [self._argument(f"result{i}", whole) for i in range(len(spec.norms))]
+        terms = (("left", spec.left), ("right", spec.right))
+        operands = [self._argument(name, spec.shape(follows), spec.dtype) for name, follows in terms]
+        self.weights = [self._affine(i, norm) for i, norm in enumerate(spec.norms)]
+        kept = [self._argument("sum", whole, spec.dtype)] if spec.keeps_sum else []
+        types = spec.types or (spec.dtype,) * len(spec.norms)
+        results = [self._argument(f"result{i}", whole, dtype) for i, dtype in enumerate(types)]
         # All arguments come before the first alias.
         self.results = [self._by_row(result) for result in results]
         # Of several norms the last one's place is written last.
         self.sum = self._by_row(kept[0]) if kept else self.results[-1]
         self.left, self.right = (self._operand(o, f) for o, f in zip(operands, (spec.left, spec.right)))
 
-    def _argument(self, name: str, shape: Sequence[int | Expr]) -> Any:
-        return T.arg(name, T.buffer(tuple(shape), self.spec.dtype, layout=None))
+    @staticmethod
+    def _argument(name: str, shape: Sequence[int | Expr], dtype: str) -> Any:
+        return T.arg(name, T.buffer(tuple(shape), dtype, layout=None))
+
+    def _affine(self, number: int, norm: Norm) -> tuple[Any, Any]:
+        """Declare a norm's weight and bias, those that are there."""
+        shape, dtype = (self.spec.depth,), norm.dtype or self.spec.dtype
+        weight = self._argument(f"weight{number}", shape, dtype) if norm.weight else None
+        return weight, self._argument(f"bias{number}", shape, dtype) if norm.bias else None
 
     def _by_row(self, buffer: Any) -> Any:
-        return T.decl_buffer((self.rows, self.spec.depth), self.spec.dtype, data=buffer.data, layout=None)
+        return T.decl_buffer((self.rows, self.spec.depth), buffer.dtype, data=buffer.data, layout=None)
 
     def _operand(self, buffer: Any, follows: Follows) -> Callable[[Expr, Expr], Expr]:
         """Return what reads an operand at a row and a place in it."""
@@ -110,12 +125,7 @@ class _Writer:
         return stretched
 
     def _load(self, buffer: Any, *indices: Expr) -> Expr:
-        value = buffer[tuple(indices)]
-        return value if self.spec.dtype == self.spec.sum_dtype else value.astype(self.spec.sum_dtype)
-
-    def _store(self, buffer: Any, value: Expr, row: Expr, k: Expr) -> None:
-        value = value if self.spec.dtype == self.spec.sum_dtype else value.astype(self.spec.dtype)
-        T.buffer_store(buffer, value, [row, k])
+        return _cast(buffer[tuple(indices)], self.spec.sum_dtype)
 
     def write(self) -> None:
         """Go over the rows, on all threads where that is worth waking them."""
@@ -136,7 +146,9 @@ class _Writer:
         spec, sums = self.spec, self.spec.sum_dtype
 
         def add(k: Expr) -> None:
-            self._store(self.sum, self.left(row, k) + self.right(row, k), row, k)
+            # The norms are of the sum as it is rounded, wherever it is kept.
+            rounded = _cast(self.left(row, k) + self.right(row, k), spec.dtype)
+            T.buffer_store(self.sum, _cast(rounded, str(self.sum.dtype)), [row, k])
 
         def value(k: Expr) -> Expr:
             return self._load(self.sum, row, k)
@@ -163,7 +175,8 @@ class _Writer:
                 centre = statistics[norm.kind][0]
                 out = (value(k) if centre is None else value(k) - centre) * factor
                 out = out if weight is None else out * self._load(weight, k)
-                self._store(result, out if bias is None else out + self._load(bias, k), row, k)
+                out = out if bias is None else out + self._load(bias, k)
+                T.buffer_store(result, _cast(out, str(result.dtype)), [row, k])
 
         along(spec.depth, self.lanes, norms)
 

@@ -1,0 +1,141 @@
+"""Read a ``crossloom.fused_residual_norm`` region: a sum, and norms of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tvm import relax, tirx
+
+from crossloom.rewrite import Graph, composite_attrs, composite_name
+from crossloom.schedules.fused_linear import Norm
+from crossloom.schedules.residual_norm import Follows, ResidualNorm
+
+from ..matching.spelling import dims, dtype, same_dims, sizes
+from .linear import NoKernel
+from .views import number
+
+#: The composite's name.
+RESIDUAL_NORM_REGION = "crossloom.fused_residual_norm"
+#: Composites that are a norm.
+NORMS = frozenset({"crossloom.rms_norm", "crossloom.layer_norm"})
+_TYPES = ("float32", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class ResidualNormRegion:
+    """What a region computes, and which of its parameters the kernel takes for what.
+
+    Attributes
+    ----------
+    spec : ResidualNorm
+    terms : tuple of relax.Expr
+        The operands of the sum.
+    weights : tuple of relax.Expr
+        Weight and bias of each norm, those that are there, in the kernel's order; ``(depth,)`` behind axes of size 1.
+    """
+
+    spec: ResidualNorm
+    terms: tuple[relax.Expr, relax.Expr]
+    weights: tuple[relax.Expr, ...]
+
+
+def _follows(operand: relax.Expr, shape: Sequence[tirx.Expr]) -> Follows:
+    """Return which axis of the sum each dimension of an operand follows."""
+    own = dims(operand)
+    if own is None:
+        raise NoKernel("a sum of a value of unknown shape")
+    axes = range(len(shape) - len(own), len(shape))
+    for axis, extent in zip(axes, own):
+        if number(extent) != 1 and not same_dims([extent], [shape[axis]]):
+            raise NoKernel("a sum of values whose sizes are not known to fit")
+    return tuple(None if number(extent) == 1 else axis for axis, extent in zip(axes, own))
+
+
+def _norm(graph: Graph, var: relax.Var, depth: int, allowed: set[str]) -> tuple[Norm, list[relax.Expr]]:
+    """Return a norm and its operands behind x; ``allowed`` are the types of these and of its result."""
+    callee, call = graph.callee(var), graph.value[var]
+    if callee is None or composite_name(callee) not in NORMS:
+        raise NoKernel(f"{var.name}: not a norm of the sum")
+    attrs = composite_attrs(callee)
+    parts = dict(zip((p.name for p in callee.params), call.args))
+    operands = [parts[name] for name in ("weight", "bias") if name in parts]
+    if [int(axis) for axis in attrs["axes"]] != [-1]:  # type: ignore[attr-defined]
+        raise NoKernel(f"{var.name}: a norm over more than the last axis")
+    kinds = {dtype(operand) for operand in operands}
+    if len(kinds) > 1 or not kinds | {dtype(var)} <= allowed:
+        raise NoKernel(f"{var.name}: a weight or a result of a type that is neither the sum's nor the statistics'")
+    for operand in operands:
+        shape = sizes(operand) or [None]
+        if shape[-1] != depth or any(size != 1 for size in shape[:-1]):
+            raise NoKernel(f"{var.name}: a weight or bias that is not one value per place in the row")
+    name = "rms" if composite_name(callee) == "crossloom.rms_norm" else "layer"
+    epsilon = float(attrs["epsilon"])  # type: ignore[arg-type]
+    return Norm(name, epsilon, "weight" in parts, "bias" in parts, *kinds), operands  # type: ignore[arg-type]
+
+
+def _results(graph: Graph) -> list[relax.Expr]:
+    body = graph.func.body.body
+    whole = graph.resolve(body)
+    fields = list(whole.fields) if isinstance(whole, relax.Tuple) else [body]
+    return [_alias(graph, field) for field in fields]
+
+
+def _uncast(graph: Graph, expr: relax.Expr) -> relax.Expr:
+    """Return what a result was rounded from."""
+    call = graph.call(expr, "relax.astype")
+    return expr if call is None else _alias(graph, call.args[0])
+
+
+def _alias(graph: Graph, expr: relax.Expr) -> relax.Expr:
+    """Return the first name of a value."""
+    while isinstance(expr, relax.Var) and isinstance(value := graph.value.get(expr), relax.Var):
+        expr = value
+    return expr
+
+
+def read_residual_norm(graph: Graph) -> ResidualNormRegion:
+    """Read the body of a region.
+
+    Parameters
+    ----------
+    graph : Graph
+        Of the region's function.
+
+    Raises
+    ------
+    NoKernel
+        Where the kernel cannot do what the region holds.
+    """
+    total = next((var for var in graph.order if graph.call(var, "relax.add") is not None), None)
+    if total is None:
+        raise NoKernel("no sum in the region")
+    terms, shape, kind = graph.value[total].args, dims(total), dtype(total)
+    depth = number(shape[-1]) if shape else None
+    if shape is None or not isinstance(depth, int) or depth == 0:
+        raise NoKernel(f"{total.name}: rows of unknown or no length")
+    if kind not in _TYPES or {dtype(term) for term in terms} != {kind}:
+        raise NoKernel(f"{total.name}: a sum of type {kind}")
+    rows = tuple(number(extent) for extent in shape[:-1])
+    if any(not isinstance(extent, (int, tirx.Var)) for extent in rows):
+        raise NoKernel(f"{total.name}: rows of a composed size")
+    results = _results(graph)
+    keeps_sum = bool(results) and results[0].same_as(total)
+    norms, weights, types = [], [], []
+    statistics = "float64" if kind == "float64" else "float32"
+    for result in results[1:] if keeps_sum else results:
+        var = _uncast(graph, result)
+        call = graph.value.get(var) if isinstance(var, relax.Var) else None
+        if not isinstance(call, relax.Call) or not call.args or not _alias(graph, call.args[0]).same_as(total):
+            raise NoKernel(f"{getattr(var, 'name', '')}: a result that is no norm of the sum")
+        norm, operands = _norm(graph, var, depth, {kind, statistics})
+        if dtype(result) not in (kind, statistics):
+            raise NoKernel(f"{var.name}: a norm that is cast to {dtype(result)}")
+        norms.append(norm)
+        types.append(dtype(result))
+        weights += operands
+    if not norms:
+        raise NoKernel("no norm in the region")
+    follows = [_follows(term, shape) for term in terms]
+    spec = ResidualNorm(rows, depth, kind, follows[0], follows[1], tuple(norms), keeps_sum, tuple(types))
+    return ResidualNormRegion(spec, (terms[0], terms[1]), tuple(weights))
