@@ -47,7 +47,10 @@ def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
 
 
 def _matched(graph: Graph, found: Attention) -> Match:
-    captures = {name: value for name, value in found.inputs.items() if isinstance(value, relax.Var)}
+    captures: dict[str, relax.Expr] = {}
+    for name, value in found.inputs.items():
+        if isinstance(value, relax.Var) and not any(value.same_as(known) for known in captures.values()):
+            captures[name] = value
     return Match(graph, found.result, captures, found.members, {"found": found})
 
 

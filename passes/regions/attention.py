@@ -10,7 +10,7 @@ from tvm import relax
 from crossloom.rewrite import Graph, composite_attrs, composite_name
 from crossloom.schedules.attention import Axis, Extent, Operand, Role, Spec
 
-from ..matching.attention import grouped
+from ..matching.heads import repeated_heads
 from ..matching.spelling import dims, interior, same_dims
 from .linear import NoKernel
 from .places import Place, Tracer, extents, same
@@ -180,10 +180,10 @@ class _Reader:
         """Take repeated heads back that the composite left outside."""
         if self.groups > 1 or any(self._layout(n) != "bhsd" for n in ("q", "k", "v")):
             return
-        k, v, groups = grouped(self.graph, *(self.args[n] for n in ("k", "v", "q")))
-        if groups > 1 and self.heads % groups == 0:
-            self.args |= {"k": k, "v": v}
-            self.groups, self.heads = groups, self.heads // groups
+        k, v = (repeated_heads(self.graph, self.args[name]) for name in ("k", "v"))
+        if k is not None and v is not None and k[1] == v[1] > 1 and self.heads % k[1] == 0:
+            self.args |= {"k": k[0], "v": v[0]}
+            self.groups, self.heads = k[1], self.heads // k[1]
 
     # Masks -------------------------------------------------------------------------------------------------------
 
