@@ -7,6 +7,8 @@ import json
 import numpy as np
 import pytest
 
+from crossloom.flow import CPU
+
 
 def test_compiled_outputs_are_numpys(tvmc, bundle, weights, tmp_path):
     w, b = weights
@@ -58,6 +60,19 @@ def test_inspect_names_what_is_inside(tvmc, bundle):
     assert code == 0
     for word in ("lib.so", "weights.safetensors", "(n, 5)", "float32", "schedule-cpu", "code/asm.s"):
         assert word in out
+
+
+def test_inspect_tells_regions_by_meaning(tvmc, model, tmp_path):
+    passes = [name for name in CPU if name != "annotate-semantic-regions"]
+    passes.insert(passes.index("canonicalize-transformer") + 1, "annotate-semantic-regions")
+    told = tmp_path / "told"
+    code, _, err = tvmc("compile", model, "--target", "host", "-o", told, "--pipeline", ",".join(passes))
+    assert code == 0, err
+    code, out, _ = tvmc("inspect", told)
+    assert code == 0 and "Regions" in out and "head" in out
+    code, out, _ = tvmc("inspect", told, "--json")
+    ((entry, regions),) = json.loads(out)["regions"].items()
+    assert [(r["name"], r["layer"], len(r["weights"])) for r in regions] == [("head", -1, 3)], entry
 
 
 def test_dumped_code_is_code(bundle):

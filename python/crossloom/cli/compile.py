@@ -64,6 +64,7 @@ def command(
         from crossloom.bundle.link import check_linkable
         from crossloom.bundle.replace import check_replaceable
         from crossloom.driver import compile_model
+        from crossloom.semantics import region_table
         from crossloom.targets import get_target
 
         check_replaceable(output, output_format or ("tar" if output.suffix == ".tar" else "dir"))
@@ -78,6 +79,7 @@ def command(
             "ledger.json": compiled.ledger.to_json().encode(),
             "pipeline.txt": (compiled.pipeline + "\n").encode(),
             "seconds.json": json.dumps(compiled.seconds, indent=1).encode(),
+            "regions.json": json.dumps(region_table(compiled.model.mod), indent=1).encode(),
         } | {CODE[kind]: code_of(compiled, kind).encode() for kind in kinds}
         path = write_bundle(
             output,
