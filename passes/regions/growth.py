@@ -12,7 +12,8 @@ from tvm import relax, tirx
 
 from crossloom.rewrite import Graph, composite_name
 
-from .linear import NoKernel, Reader
+from .columns import NoKernel
+from .reader import Reader
 
 
 @dataclass(frozen=True)
