@@ -37,7 +37,7 @@ def along(extent: int, lanes: int, emit: Callable[[ir.Expr], None], registers: i
             emit(done + rest)
 
 
-def total(
+def sum_along(
     extent: int,
     lanes: int,
     dtype: str,
@@ -111,10 +111,8 @@ def unravel(index: ir.Expr, extents: Sequence[int | ir.Expr]) -> list[ir.Expr]:
     """Return the indices of axes from that of all of them in one."""
     out: list[ir.Expr] = []
     for extent in reversed(extents[1:]):
-        out.append(tirx.const(0, "int32") if _is_one(extent) else tirx.floormod(index, extent))
-        index = index if _is_one(extent) else tirx.floordiv(index, extent)
+        # Of at most one index, or none at all, there is nothing to divide by.
+        single = isinstance(extent, int) and extent <= 1
+        out.append(tirx.const(0, "int32") if single else tirx.floormod(index, extent))
+        index = index if single else tirx.floordiv(index, extent)
     return [*([index] if extents else []), *reversed(out)]
-
-
-def _is_one(extent: int | ir.Expr) -> bool:
-    return isinstance(extent, int) and extent == 1

@@ -19,7 +19,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from .fused_linear import Norm
-from .loops import along, total, unravel
+from .loops import along, sum_along, unravel
 from .machine import Machine
 from .steps import MOVED, PARALLEL_MIN_WORK
 
@@ -154,7 +154,7 @@ class _Writer:
             return self._load(self.sum, row, k)
 
         def mean_of(term: Callable[[Expr], Expr], before: Callable[[Expr], None] = lambda k: None) -> Expr:
-            found = total(spec.depth, self.lanes, sums, term, before)
+            found = sum_along(spec.depth, self.lanes, sums, term, before)
             return T.bind(found * tirx.const(1.0 / spec.depth, sums))
 
         # By kind: what is subtracted, and the mean of squares of what is left.

@@ -19,22 +19,12 @@ from tvm.script.ir_builder import tirx as T
 
 from ..activations import activate
 from ..elementary import vectorizable_math
+from ..loops import along, sum_along, unravel
 from ..machine import Machine
 from .plan import Plan, plan
 from .spec import Dim, Norm, Output, Rotary, Spec, Turn
 
 Expr: TypeAlias = ir.Expr
-
-
-def _unravel(index: Expr, extents: Sequence[int | Expr]) -> list[Expr]:
-    """Return the indices of axes from that of all of them in one."""
-    out: list[Expr] = []
-    for extent in reversed(extents[1:]):
-        # Of at most one index, or none at all, there is nothing to divide by.
-        single = isinstance(extent, int) and extent <= 1
-        out.append(tirx.const(0, "int32") if single else tirx.floormod(index, extent))
-        index = index if single else tirx.floordiv(index, extent)
-    return [*([index] if extents else []), *reversed(out)]
 
 
 def _index(dims: Sequence[Dim], rows: Sequence[Expr], heads: Sequence[Expr], lane: Expr) -> list[Expr]:
@@ -137,7 +127,7 @@ class _Writer:
             if turn is not None:
                 self._turned(turn, row, value)
             elif self.ready is not None:
-                self._along(depth, lambda k: T.buffer_store(self.ready, value(k), [row, k]))
+                along(depth, self.lanes, lambda k: T.buffer_store(self.ready, value(k), [row, k]))
 
     def _normed(
         self, norm: Norm, affine: tuple[Any, Any], extent: int, x: Callable[[Expr], Expr]
@@ -145,13 +135,13 @@ class _Writer:
         """Return what a norm makes of each of ``extent`` values, and its factor."""
         mean = None
         if norm.kind == "layer":
-            mean = self._total(extent, x)
+            mean = sum_along(extent, self.lanes, self.sums, x)
             mean = T.bind(mean * tirx.const(1.0 / extent, self.sums))
 
         def centred(k: Expr) -> Expr:
             return x(k) if mean is None else x(k) - mean
 
-        squares = self._total(extent, lambda k: centred(k) * centred(k))
+        squares = sum_along(extent, self.lanes, self.sums, lambda k: centred(k) * centred(k))
         spread = squares * tirx.const(1.0 / extent, self.sums) + tirx.const(norm.epsilon, self.sums)
         factor = T.bind(tirx.const(1.0, self.sums) / tirx.sqrt(spread))
         weight, bias = affine
@@ -165,9 +155,9 @@ class _Writer:
 
     def _turned(self, turn: Turn, row: Expr, value: Callable[[Expr], Expr]) -> None:
         """Store one row of x, turned."""
-        rotary, rows = turn.rotary, _unravel(row, self.spec.rows)
+        rotary, rows = turn.rotary, unravel(row, self.spec.rows)
         with T.serial(math.prod(turn.heads)) as head:
-            heads = _unravel(head, turn.heads)
+            heads = unravel(head, turn.heads)
             start: Expr = tirx.const(0, "int32")
             for i, stride in zip(heads, turn.strides):
                 start = start + i * stride
@@ -182,38 +172,9 @@ class _Writer:
                 values = [value(start + lane) for lane in _lanes_of_pair(rotary, first)]
                 self._rotate(rotary, self.turn_tables, values, first, index, store)
 
-            self._along(rotary.dim // 2, pair)
+            along(rotary.dim // 2, self.lanes, pair)
             rest = turn.lanes - rotary.dim
-            self._along(rest, lambda k: store(value(start + (k + rotary.dim)), k + rotary.dim))
-
-    def _along(self, extent: int, store: Callable[[Expr], None]) -> None:
-        """Emit ``store(k)`` for all k, in vectors and a remainder."""
-        step = 2 * self.lanes
-        if extent >= step:
-            with T.serial(extent // step) as chunk, T.vectorized(step) as lane:
-                store(chunk * step + lane)
-        if extent % step:
-            with T.serial(extent % step) as rest:
-                store(extent // step * step + rest)
-
-    def _total(self, extent: int, term: Callable[[Expr], Expr]) -> Expr:
-        """Return the sum of a term of each of ``extent`` values."""
-        step = 4 * self.lanes
-        whole, rest = divmod(extent, step)
-        parts = T.alloc_buffer((step,), self.sums, scope="local", layout=None)
-        with T.vectorized(step) as lane:
-            T.buffer_store(parts, tirx.const(0.0, self.sums), [lane])
-        if whole:
-            with T.serial(whole) as chunk, T.vectorized(step) as lane:
-                T.buffer_store(parts, parts[lane] + term(chunk * step + lane), [lane])
-        if rest:
-            with T.serial(rest) as k:
-                T.buffer_store(parts, parts[k] + term(whole * step + k), [k])
-        while step > 1:
-            step //= 2
-            with T.vectorized(step) if step > 1 else T.serial(1) as lane:
-                T.buffer_store(parts, parts[lane] + parts[lane + step], [lane])
-        return T.bind(parts[0])
+            along(rest, self.lanes, lambda k: store(value(start + (k + rotary.dim)), k + rotary.dim))
 
     # Columns -----------------------------------------------------------------------------------------------------
 
@@ -377,7 +338,7 @@ class _Writer:
 
                 self._lanes(part * self.cut.width, lanes, self.cut.width, keep)
         with T.serial(height) as r:
-            index, store = self._places(number, _unravel(head, output.heads), row + r)
+            index, store = self._places(number, unravel(head, output.heads), row + r)
             value, _ = self._normed(norm, self.norms_of_heads[number], lanes, lambda k: whole[r, k])
             turned = 0
             if rotary is not None:
@@ -387,8 +348,8 @@ class _Writer:
                     values = [value(lane) for lane in _lanes_of_pair(rotary, first)]
                     self._rotate(rotary, self.tables[number], values, first, index, store)
 
-                self._along(turned // 2, pair)
-            self._along(lanes - turned, lambda k: store(value(k + turned), k + turned))
+                along(turned // 2, self.lanes, pair)
+            along(lanes - turned, self.lanes, lambda k: store(value(k + turned), k + turned))
 
     # Results -----------------------------------------------------------------------------------------------------
 
@@ -408,7 +369,7 @@ class _Writer:
         local = group - columns.start
         head = tirx.floordiv(local, columns.per_head)
         within = tirx.floormod(local, columns.per_head)
-        index, store = self._places(number, _unravel(head, output.heads), row)
+        index, store = self._places(number, unravel(head, output.heads), row)
 
         def result(value: Expr) -> Expr:
             return self._scaled(output, value)
@@ -448,7 +409,7 @@ class _Writer:
         self, number: int, heads: Sequence[Expr], row: Expr
     ) -> tuple[Callable[[Sequence[Dim], Expr], list[Expr]], Callable[[Expr, Expr], None]]:
         """Return the indices of a lane of one head and row, and what stores a result there, the residual added."""
-        output, rows = self.spec.outputs[number], _unravel(row, self.spec.rows)
+        output, rows = self.spec.outputs[number], unravel(row, self.spec.rows)
 
         def index(dims: Sequence[Dim], lane: Expr) -> list[Expr]:
             return _index(dims, rows, heads, lane)
