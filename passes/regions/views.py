@@ -108,24 +108,16 @@ def _taken(old: list[Axis], extent: int) -> Axis | None:
     head = old[0]
     if head.row is not None or not isinstance(head.extent, int):
         return None
-    if head.extent > extent:
-        if head.extent % extent:
-            return None
-        rest = head.extent // extent
-        old[0] = replace(head, extent=rest)
-        return Axis(extent, None, head.stride * rest)
-    while head.extent < extent:
+    while head.extent % extent:
         old.pop(0)
         if not old or old[0].row is not None or not isinstance(old[0].extent, int):
             return None
         if head.stride != old[0].stride * old[0].extent:
             return None
         head = Axis(head.extent * old[0].extent, None, old[0].stride)
-        old[0] = head
-    if head.extent != extent:
-        return None
-    old.pop(0)
-    return head
+    rest = head.extent // extent
+    old[:1] = [] if rest == 1 else [replace(head, extent=rest)]
+    return Axis(extent, None, head.stride * rest)
 
 
 def columns_of(x_shape: Sequence[int | tirx.Expr], count: int) -> View:

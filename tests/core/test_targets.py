@@ -50,7 +50,7 @@ def test_all_nine_are_there() -> None:
 def test_every_statement_has_a_source_and_tvm_takes_the_target(name: str) -> None:
     target = get_target(name)
     rows = [target.cpu, *target.cpu.clusters, *target.banks, *target.precisions, *target.capabilities]
-    rows += [target.npu] if target.npu else []
+    rows += [*target.fusions, *([target.npu] if target.npu else [])]
     assert len(target.capabilities) >= 3
     for row in rows:
         assert row.source.strip(), row
@@ -93,6 +93,7 @@ SECTIONS = {
         'name = "a"\nweight = "int8"\nactivation = "int8"\nunit = "cpu"\nsupported = "yes"\nconfidence = "low"'
     ),
     "capability": 'op = "*"\nunit = "cpu"\nsupported = "yes"\nconfidence = "low"',
+    "fusion": 'chain = "elementwise"\nunit = "cpu"\nmost = 3\nconfidence = "low"',
     "npu": 'codegen = ""\nplatform = "a"\ntops = 1\ncores = 1',
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .compatibility import Compatibility, compatibility
 from .load import load_target_file
-from .model import Bank, Capability, Cluster, Cpu, Npu, Precision, Support, Target, When
+from .model import Bank, Capability, Cluster, Cpu, Fusion, Npu, Precision, Support, Target, When
 from .registry import get_target, list_targets
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Cluster",
     "Compatibility",
     "Cpu",
+    "Fusion",
     "Npu",
     "Precision",
     "Support",

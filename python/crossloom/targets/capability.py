@@ -156,6 +156,30 @@ class Capability:
 
 
 @dataclass(frozen=True)
+class Fusion:
+    """One limit on what a unit keeps together as one kernel.
+
+    Attributes
+    ----------
+    chain : {"elementwise", "linear", "region"}
+        ``elementwise``: operators between one load and one store; ``linear``: a norm, a linear layer and the steps
+        behind its sums; ``region``: whatever the unit's own compiler is given as one program.
+    most : int
+        Operators between load and store, or behind the sums; 0 for any number.
+    operators : tuple of str
+        Names of operators that may be in it, as :mod:`crossloom.schedules.templates` names them; empty for any.
+    """
+
+    chain: Literal["elementwise", "linear", "region"]
+    unit: str
+    source: str
+    confidence: str
+    most: int = 0
+    operators: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Support:
     """Answer to "can this target run it", with the row that decided.
 

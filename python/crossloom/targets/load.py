@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from .model import CONFIDENCES, EFFECTS, Bank, Capability, Cluster, Cpu, Npu, Precision, Target
+from .model import CONFIDENCES, EFFECTS, Bank, Capability, Cluster, Cpu, Fusion, Npu, Precision, Target
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -21,10 +21,11 @@ DATA = Path(__file__).parent / "data"
 #: Word in a source before what nobody has held against a document yet.
 UNCHECKED = "unchecked"
 
-_SECTIONS = {"cluster": Cluster, "bank": Bank, "precision": Precision, "capability": Capability}
+_SECTIONS = {"cluster": Cluster, "bank": Bank, "precision": Precision, "capability": Capability, "fusion": Fusion}
 _CHOICES: dict[str, tuple[str, ...]] = {
     "confidence": CONFIDENCES,
     "effect": EFFECTS,
+    "chain": ("elementwise", "linear", "region"),
     "supported": ("yes", "no", "unknown"),
     "unit": ("npu", "cpu"),
     "family": ("linux", "macos", "micro", "host"),
@@ -127,7 +128,7 @@ def load_target_file(path: str | Path) -> Target:
     path : str or Path
         TOML: ``name``, ``description``, ``family``, ``bandwidth`` with ``bandwidth_source``, ``tables``
         (names of shared files ``table_<name>.toml``), ``[cpu]``, ``[npu]`` and the arrays ``[[cluster]]``,
-        ``[[bank]]``, ``[[precision]]``, ``[[capability]]``; keys are the fields of the dataclasses.
+        ``[[bank]]``, ``[[precision]]``, ``[[capability]]``, ``[[fusion]]``; keys are the fields of the dataclasses.
 
     Raises
     ------
@@ -163,5 +164,6 @@ def load_target_file(path: str | Path) -> Target:
         banks=merged["bank"],
         precisions=merged["precision"],
         capabilities=merged["capability"],
+        fusions=merged["fusion"],
         spec=top["name"],
     )

@@ -10,7 +10,7 @@ from typing import Any
 import tvm
 
 from ..errors import UnsupportedTarget, UsageError
-from .capability import CONFIDENCES, EFFECTS, Answer, Capability, Precision, Support, When, decide
+from .capability import CONFIDENCES, EFFECTS, Answer, Capability, Fusion, Precision, Support, When, decide
 from .hardware import Bank, Cluster, Cpu, Npu
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Capability",
     "Cluster",
     "Cpu",
+    "Fusion",
     "Npu",
     "Precision",
     "Support",
@@ -43,6 +44,7 @@ class Target:
     banks : tuple of Bank
     precisions : tuple of Precision
     capabilities : tuple of Capability
+    fusions : tuple of Fusion
     bandwidth : float
         Of the main memory (bytes per second); 0 when not known.
     bandwidth_source : str
@@ -58,6 +60,7 @@ class Target:
     banks: tuple[Bank, ...] = ()
     precisions: tuple[Precision, ...] = ()
     capabilities: tuple[Capability, ...] = ()
+    fusions: tuple[Fusion, ...] = ()
     bandwidth: float = 0.0
     bandwidth_source: str = ""
     spec: str = ""
