@@ -23,6 +23,16 @@ CPU: tuple[str, ...] = (
     "match-data-dependent-shapes",
     # Recognise norms, rotary, attention, MLPs, linears and embeddings while the importer's spelling is intact.
     "canonicalize-transformer",
+    # Attention over many windows is one attention: before anything asks what a layer is.
+    "batch-attention-windows",
+    # What each composite belongs to (tower, projector, layer): while there is a composite for each.
+    "annotate-semantic-regions",
+    # What crosses modalities, before the layers on either side grow regions of their own.
+    "fuse-cross-modal-embedding",
+    "fuse-semantic-gate",
+    "fuse-cross-attention-kv",
+    # Feed-forward blocks come apart into two linear layers, so that a norm can join the first and a residual the second.
+    "fuse-gated-mlp",
     # Linear layers of one value side by side, and regions that grow from them: what follows each layer, then the
     # norm in front of all of them, which has to find its readers in as few regions as there will be.
     "fuse-parallel-projections",
@@ -30,8 +40,15 @@ CPU: tuple[str, ...] = (
     "fuse-rotary-mlp",
     "fuse-linear-epilogue",
     "fold-norm-into-linear",
+    # Norms that found no linear layer.
+    "fuse-residual-norm",
+    "fuse-attention",
     # Regions to kernels: while composites say what is in them.
+    "lower-fused-sequence",
+    "lower-fused-gate",
     "lower-fused-linear",
+    "lower-fused-residual-norm",
+    "lower-fused-attention",
     # Composites nobody claimed become plain operators again: before anything that walks operators.
     "inline-composites",
     # Before legalization, which fixes the accumulator's dtype.
