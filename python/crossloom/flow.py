@@ -31,7 +31,7 @@ CPU: tuple[str, ...] = (
     "fuse-cross-modal-embedding",
     "fuse-semantic-gate",
     "fuse-cross-attention-kv",
-    # Feed-forward blocks come apart into two linear layers, so that a norm can join the first and a residual the second.
+    # Feed-forward blocks come apart into two linear layers: a norm can join the first, a residual the second.
     "fuse-gated-mlp",
     # Linear layers of one value side by side, and regions that grow from them: what follows each layer, then the
     # norm in front of all of them, which has to find its readers in as few regions as there will be.
