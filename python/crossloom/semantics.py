@@ -85,8 +85,8 @@ def assign(graph: Graph) -> dict[relax.Var, int]:
 
     A binding belongs to the region whose weights it reads, directly or through values made of weights alone; one that
     reads none, to the latest region among its operands', or else to the only one that reads it (a layer's kept keys).
-    One that reads the weights of several layers is theirs together and has the number -1, as have those that nothing
-    places (tables made of positions).
+    One that reads the weights of several layers, or what more than two of them made (a stack of caches), is theirs
+    together and has the number -1, as have those that nothing places (tables made of positions).
     """
     regions = regions_of(graph.func)
     owners: dict[str, set[int]] = {}
@@ -104,9 +104,10 @@ def assign(graph: Graph) -> dict[relax.Var, int]:
         if leaves and all(leaf in made_of for leaf in leaves):
             made_of[var] = read
             continue
-        before = max((out.get(leaf, -1) for leaf in leaves), default=-1)
+        inside = {out[leaf] for leaf in leaves if out.get(leaf, -1) >= 0}
+        before = -1 if len(inside) > 2 and not read else max(inside, default=-1)
         out[var] = _place([owners[w] for w in read if w in owners], before, regions)
-        shared |= {var} if out[var] < 0 and any(w in owners for w in read) else set()
+        shared |= {var} if out[var] < 0 and (len(inside) > 2 or any(w in owners for w in read)) else set()
     for var in reversed(graph.order):
         readers = {out[user] for user in graph.users.get(var, ()) if user in out}
         if out.get(var) == -1 and var not in shared and len(readers) == 1:
