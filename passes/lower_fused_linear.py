@@ -6,7 +6,8 @@
 
 Fires for every region that :mod:`crossloom.passes.regions.linear` can read: one norm at most, linear layers of one
 value, then bias, activation or gate, scale, rotation, residual, in this order, and views between them.
-Never for a region that holds anything else: it stays executable as it is, and the verdict says what it was.
+Never for a region that holds anything else, nor for a chain that the target's capability table does not let one kernel
+do: it stays executable as it is, and the verdict says what it was.
 
 Numerics: reassociates (sums of products in another order, float32 sums for float16).  Linear in the module's size.
 """
@@ -24,6 +25,7 @@ from crossloom.registry import PassInfo
 from crossloom.rewrite import Graph, Match, Rule, Site, rewrite_pass
 from crossloom.schedules.fused_linear import Norm, kernel, plan
 from crossloom.schedules.machine import Machine
+from crossloom.schedules.templates import allowed, chain_of
 from crossloom.verdict import Verdict, refuse
 
 from .matching.spelling import is_weight, uncast
@@ -33,7 +35,7 @@ from .regions.operands import linear_operands
 _NAME = "lower-fused-linear"
 
 
-def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
+def _match(graph: Graph, root: relax.Var, target: tvm.target.Target | None) -> Match | Verdict | None:
     callee = graph.callee(root)
     call = graph.value[root]
     if callee is None or not isinstance(call, relax.Call):
@@ -42,6 +44,10 @@ def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
         region = read_linear(Graph(graph.name, callee, graph.mod))
     except NoKernel as problem:
         return refuse("no-kernel", root.name, str(problem))
+    for output in region.spec.outputs if target is not None else ():
+        verdict = allowed(chain_of(region.spec, output), target)
+        if not verdict.fired:
+            return verdict
     captures = {param.name: arg for param, arg in zip(callee.params, call.args)}
     return Match(graph, root, captures, frozenset((root,)), {"region": region})
 
@@ -99,15 +105,21 @@ def LowerFusedLinear(target: tvm.target.Target | None = None) -> tvm.transform.P
         When the pass runs and there is neither.
     """
 
+    def current() -> tvm.target.Target | None:
+        return target or tvm.target.Target.current(allow_none=True)
+
+    def match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
+        return _match(graph, root, current())
+
     def lower(site: Site) -> relax.Expr:
-        found = target or tvm.target.Target.current(allow_none=True)
+        found = current()
         if found is None:
             raise UnsupportedTarget(
                 "LowerFusedLinear knows no target", "pass one, or run it inside `with tvm.target.Target(...)`"
             )
         return _lower(site, Machine.of(found))
 
-    return rewrite_pass(_NAME, [Rule("lower-fused-linear", frozenset({LINEAR_REGION}), _match, lower)])
+    return rewrite_pass(_NAME, [Rule("lower-fused-linear", frozenset({LINEAR_REGION}), match, lower)])
 
 
 PASS = PassInfo(_NAME, LowerFusedLinear, "lower", REASSOCIATES, doc="Fused linear regions become kernels.")
