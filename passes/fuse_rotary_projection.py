@@ -26,8 +26,9 @@ from crossloom.registry import PassInfo
 from crossloom.rewrite import Graph, GroupRule, Match, composite_name, group_pass
 from crossloom.verdict import Verdict, accept, refuse
 
+from .matching.spelling import scalar
 from .regions.growth import Growth, bytes_of, grow, with_table_views
-from .regions.linear import LINEAR_REGION, MOVES, kernel_takes
+from .regions.linear import LINEAR_REGION, MOVES
 
 _NAME = "fuse-rotary-projection"
 _ROTARY = "crossloom.rotary"
@@ -42,6 +43,13 @@ def _name(graph: Graph, var: relax.Var) -> str:
     return composite_name(callee) if callee is not None else graph.op(var)
 
 
+def _is_step(graph: Graph, var: relax.Var) -> bool:
+    """Return whether a kernel may do it behind a sum: a move, a norm, a rotation, a cast, or a factor (of queries)."""
+    if graph.op(var) == "relax.multiply" and isinstance(graph.value[var], relax.Call):
+        return scalar(graph, graph.value[var].args[1]) is not None
+    return _name(graph, var) in _THROUGH
+
+
 def _way(graph: Graph, var: relax.Var) -> list[relax.Var]:
     """Return a value and what it is made of by moves, norms and casts, back to a linear layer; [] for any other."""
     out: list[relax.Var] = []
@@ -53,7 +61,7 @@ def _way(graph: Graph, var: relax.Var) -> list[relax.Var]:
             return out
         if isinstance(value, relax.TupleGetItem):
             expr = value.tuple_value
-        elif isinstance(value, relax.Call) and name in _THROUGH:
+        elif isinstance(value, relax.Call) and _is_step(graph, expr):
             expr = value.args[0]
         else:
             break
@@ -74,14 +82,14 @@ def _match_rotary(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     way = _way(graph, root)
     if not way:
         return refuse("not-a-projection", root.name, "no linear layer makes what is rotated")
-    found = grow(graph, way[-1], lambda var: _name(graph, var) in _THROUGH)
+    found = grow(graph, way[-1], lambda var: _is_step(graph, var))
     if root not in found.members:
         return _left_out(graph, found, root)
     return Match(graph, root, {}, with_table_views(graph, found.members))
 
 
 def _match_moved(graph: Graph, root: relax.Var) -> Match | Verdict | None:
-    found = grow(graph, root, lambda var: _name(graph, var) in _THROUGH and _name(graph, var) != _ROTARY)
+    found = grow(graph, root, lambda var: _is_step(graph, var) and _name(graph, var) != _ROTARY)
     copies = [var for var in found.tried if graph.op(var) in _COPIES]
     if not copies:
         return None
@@ -97,8 +105,9 @@ def _worth(m: Match) -> Verdict:
 
 def FuseRotaryProjection() -> tvm.transform.Pass:
     """Return the pass; see the module's docstring."""
+    # What a kernel takes is asked of the region's reader step by step, see grow.
     rules = (("rotary-projection", frozenset({_ROTARY}), _match_rotary), ("moved-projection", _LINEAR, _match_moved))
-    return group_pass(_NAME, [GroupRule(*rule, LINEAR_REGION, legal=kernel_takes, worth=_worth) for rule in rules])
+    return group_pass(_NAME, [GroupRule(*rule, LINEAR_REGION, worth=_worth) for rule in rules])
 
 
 PASS = PassInfo(_NAME, FuseRotaryProjection, "fuse", REASSOCIATES, doc="Heads and rotary join the projections.")

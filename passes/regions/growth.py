@@ -56,6 +56,8 @@ def grow(graph: Graph, producer: relax.Var, is_step: Callable[[relax.Var], bool]
     reader, problems = Reader(graph), {}
     try:
         reader.step(producer)
+        if reader.rows is not None:
+            reader.sizes_of_rows(reader.rows)
     except NoKernel as problem:
         return Growth(frozenset((producer,)), (), {producer: str(problem)}, frozenset((producer,)))
     steps: list[relax.Var] = []
@@ -117,6 +119,8 @@ def with_table_views(graph: Graph, members: Collection[relax.Var]) -> frozenset[
             continue
         for param, table in zip(callee.params, graph.value[var].args):
             if param.name == "x" or not isinstance(table, relax.Var) or graph.op(table) != "relax.expand_dims":
+                continue
+            if (rank := len(table.ty.shape)) - 1 in [int(axis) % rank for axis in graph.value[table].attrs.axis]:
                 continue
             alone = table not in graph.escapes and set(graph.users[table]) <= out
             if alone and table in graph.value and graph.block.get(table) == graph.block.get(var):

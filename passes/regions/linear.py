@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tvm import relax, tirx
+from tvm import relax
 
 from crossloom.rewrite import Graph, Match, region_of, unknown_size
 from crossloom.schedules.fused_linear import Spec
 from crossloom.verdict import Verdict, accept, refuse
 
-from ..matching.spelling import dims, dtype
-from .columns import FLOATS, NoKernel, output_of, turn_of
+from ..matching.spelling import dtype
+from .columns import NoKernel, output_of, turn_of
 from .reader import ACTIVATIONS, LINEAR_REGION, MOVES, Reader
-from .views import number
 
 __all__ = ["ACTIVATIONS", "LINEAR_REGION", "MOVES", "NoKernel", "Region", "kernel_takes", "read_linear"]
 
@@ -64,11 +63,7 @@ def read_linear(graph: Graph) -> Region:
     rows = reader.rows
     if rows is None:
         raise NoKernel("no linear layer in the region")
-    shape = [number(d) for d in dims(rows.x) or ()]
-    if not isinstance(shape[-1], int) or shape[-1] == 0:
-        raise NoKernel("rows of symbolic or no length")
-    if any(not isinstance(d, (int, tirx.Var)) for d in shape):
-        raise NoKernel("rows of a composed size")
+    *leading, depth = reader.sizes_of_rows(rows)
     outputs, extras = [], []
     for value in reader.results():
         if value.dtype != dtype(rows.x):
@@ -77,11 +72,8 @@ def read_linear(graph: Graph) -> Region:
         outputs.append(output)
         extras += more
     biased = any(bias is not None for bias, _ in reader.biases)
-    kind = dtype(rows.x)
-    if kind not in FLOATS:
-        raise NoKernel(f"values of type {kind}")
     turn = None if rows.turn is None else turn_of(rows.turn)
-    spec = Spec(tuple(shape[:-1]), shape[-1], kind, tuple(outputs), rows.norm, biased, turn)
+    spec = Spec(tuple(leading), depth, dtype(rows.x), tuple(outputs), rows.norm, biased, turn)
     biases = tuple(reader.biases) if biased else ()
     tables = () if rows.turn is None else (rows.turn.cos.operand, rows.turn.sin.operand)
     return Region(spec, rows.x, rows.operands, tables, tuple(reader.weights), biases, tuple(extras))

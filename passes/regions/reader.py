@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tvm import relax
+from tvm import relax, tirx
 
 from crossloom.rewrite import Graph, composite_attrs, composite_name
 from crossloom.schedules.fused_linear import Norm
@@ -305,6 +305,18 @@ class Reader:
             self.values[var] = self._split(value, var)
         else:
             raise NoKernel(f"{var.name}: {op or 'a value'} is not a step of the kernel")
+
+    @staticmethod
+    def sizes_of_rows(rows: Rows) -> list[int | tirx.Expr]:
+        """Return the shape of x where a kernel can take it."""
+        shape = [number(d) for d in dims(rows.x) or ()]
+        if not shape or not isinstance(shape[-1], int) or shape[-1] == 0:
+            raise NoKernel("rows of symbolic or no length")
+        if any(not isinstance(d, (int, tirx.Var)) for d in shape):
+            raise NoKernel("rows of a composed size")
+        if dtype(rows.x) not in FLOATS:
+            raise NoKernel(f"values of type {dtype(rows.x)}")
+        return shape
 
     def is_result(self, var: relax.Var) -> bool:
         """Return whether a kernel can return a value that has been read."""
