@@ -12,18 +12,20 @@ Numerics: reassociates (sums of products in another order, float32 sums for floa
 
 from __future__ import annotations
 
-import tvm
-from tvm import relax
+from collections.abc import Sequence
 
-from crossloom.errors import UnsupportedTarget
+import tvm
+from tvm import relax, tirx
+
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
-from crossloom.rewrite import Graph, Match, Rule, Site, rewrite_pass
+from crossloom.rewrite import Graph, Site
 from crossloom.schedules.fused_linear import plan
 from crossloom.schedules.fused_sequence import kernel
 from crossloom.schedules.machine import Machine
-from crossloom.verdict import Verdict, refuse
 
+from .regions.linear import NoKernel
+from .regions.lowering import Outer, lowering_pass
 from .regions.operands import linear_operands
 from .regions.parts import Linear, Problem
 from .regions.sequence import SEQUENCE_REGION, SequenceRegion, read_sequence
@@ -31,33 +33,20 @@ from .regions.sequence import SEQUENCE_REGION, SequenceRegion, read_sequence
 _NAME = "lower-fused-sequence"
 
 
-def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
-    callee = graph.callee(root)
-    call = graph.value[root]
-    if callee is None or not isinstance(call, relax.Call):
-        return None
-    inner = Graph(graph.name, callee, graph.mod)
+def _read(graph: Graph) -> SequenceRegion:
     try:
-        region = read_sequence(inner, callee.body.body)
-    except Problem:
-        region = None
-    if region is None or any(v not in region.inside and inner.value[v].ty is not None for v in _computed(inner)):
-        return refuse("no-kernel", root.name, "it holds something that is no part of a sequence")
-    captures = {param.name: arg for param, arg in zip(callee.params, call.args)}
-    return Match(graph, root, captures, frozenset((root,)), {"region": region})
+        region = read_sequence(graph, graph.func.body.body)
+    except Problem as problem:
+        raise NoKernel(problem.verdict.code) from problem
+    calls = [v for v in graph.order if isinstance(graph.value[v], relax.Call)]
+    if region is None or any(v not in region.inside for v in calls):
+        raise NoKernel("it holds something that is no part of a sequence")
+    return region
 
 
-def _computed(graph: Graph) -> list[relax.Var]:
-    """Return the bindings that are read by what the region returns, but other names of them."""
-    return [v for v in graph.order if isinstance(graph.value[v], relax.Call)]
-
-
-def _lower(site: Site, machine: Machine) -> relax.Expr:
-    region: SequenceRegion = site.match.facts["region"]
-
-    def outer(expr: relax.Expr) -> relax.Expr:
-        return site[expr.name] if isinstance(expr, relax.Var) else expr
-
+def _lower(
+    site: Site, region: SequenceRegion, outer: Outer, machine: Machine
+) -> tuple[tirx.PrimFunc, Sequence[relax.Expr]]:
     operands: list[relax.Expr] = []
     for operand in region.operands:
         if not isinstance(operand, Linear):
@@ -70,8 +59,7 @@ def _lower(site: Site, machine: Machine) -> relax.Expr:
         linear, spec = operand.region, operand.region.spec
         norm, weights = [handed(e) for e in linear.norm], [(handed(w), layout) for w, layout in linear.weights]
         operands += linear_operands(site.builder, linear, handed, spec, plan(spec, machine), norm, weights)
-    gvar = site.builder.add_func(kernel(region.spec, machine), "fused_sequence_kernel")
-    return relax.call_tir(gvar, operands, site.match.root.ty)
+    return kernel(region.spec, machine), operands
 
 
 def LowerFusedSequence(target: tvm.target.Target | None = None) -> tvm.transform.Pass:
@@ -87,16 +75,7 @@ def LowerFusedSequence(target: tvm.target.Target | None = None) -> tvm.transform
     UnsupportedTarget
         When the pass runs and there is neither.
     """
-
-    def lower(site: Site) -> relax.Expr:
-        found = target or tvm.target.Target.current(allow_none=True)
-        if found is None:
-            raise UnsupportedTarget(
-                "LowerFusedSequence knows no target", "pass one, or run it inside `with tvm.target.Target(...)`"
-            )
-        return _lower(site, Machine.of(found))
-
-    return rewrite_pass(_NAME, [Rule("lower-fused-sequence", frozenset({SEQUENCE_REGION}), _match, lower)])
+    return lowering_pass(_NAME, SEQUENCE_REGION, _read, _lower, target)
 
 
 PASS = PassInfo(_NAME, LowerFusedSequence, "lower", REASSOCIATES, doc="Fused sequence regions become kernels.")
