@@ -15,6 +15,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from canonical import data, module
+from crossloom.flow import steps
 from crossloom.numerics import REASSOCIATES, worst_error
 from crossloom.passes.canonicalize_transformer import CanonicalizeTransformer
 from crossloom.passes.fuse_parallel_projections import FuseParallelProjections
@@ -545,3 +546,29 @@ def test_tables_are_made_once_for_all_layers(layer_by_layer):
         assert calls(out, name) == ["fused_linear"] * 3
     values = data((1, 3, 8), (3, 2), *[(8, 8)] * 3)
     np.testing.assert_allclose(run(out, *values)[0], run_module(mod, "decode", values)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_tables_of_static_positions_are_computed_when_the_model_is_built():
+    def build_(e, x, w):
+        positions = e(op.expand_dims(e(op.arange(0, 5, 1, "float32")), 1))
+        angles = e(op.multiply(positions, relax.const(np.array([1.0, 0.1], "float32"))))
+        return turn(e, heads(e, e(op.matmul(x, w)), 2, 4), *tables(e, angles, "half-split", False))
+
+    mod = module(build_, [(1, 5, 3), (3, 8)], ("vision",))
+    with HOST:
+        for step in steps(HOST):
+            mod = step.run(mod)
+    kernels = [v.args[0].name_hint for v in called(mod["vision"]) if getattr(v.op, "name", "") == "relax.call_tir"]
+    # Besides the kernel there are views of the weight, which is an input of this module.
+    assert [k for k in kernels if k.startswith("fused_linear")] == kernels[-1:]
+    assert not [k for k in kernels if "cos" in k or "sin" in k or "arange" in k]
+    values = data((1, 5, 3), (3, 8))
+    q = (values[0].astype("float64") @ values[1]).reshape(1, 5, 2, 4).swapaxes(1, 2)
+    want = turned(q, np.arange(5)[:, None] * np.array([1.0, 0.1]), "half-split")
+    np.testing.assert_allclose(run_module(mod, "vision", values)[0], want, rtol=1e-5, atol=1e-6)
+
+
+def called(func):
+    """Return the calls that a function binds."""
+    values = [binding.value for block in func.body.blocks for binding in block.bindings]
+    return [value for value in values if isinstance(value, relax.Call)]
