@@ -30,6 +30,7 @@ BUILTINS = (
     "crossloom.passes.match_data_dependent_shapes",
     "crossloom.passes.canonicalize_transformer",
     "crossloom.passes.batch_attention_windows",
+    "crossloom.passes.lift_cache_stack",
     "crossloom.passes.annotate_semantic_regions",
     "crossloom.passes.fuse_cross_modal_embedding",
     "crossloom.passes.fuse_semantic_gate",
