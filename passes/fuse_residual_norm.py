@@ -2,17 +2,22 @@
 
     s = R.add(x, r); n = rms_norm(s, g)
 ->  s, n = fused_residual_norm(x, r, g)           # n alone where nothing else reads s
+    n = layer_norm(x, g, b)
+->  n = fused_residual_norm(x, g, b)              # a norm that found neither a sum nor a linear layer
 
 Fires for a sum of two values and all RMS and layer norms over the last axis that read it in its block: the sum is a
 result too where it is read again (pre-norm residual streams), or is never written (post-norm, as in BERT).  Operands
-may be stretched (position embeddings), norms with or without weight and bias, rows of any number.
-Never for sums of integers, nor where the row's length or how operands fit together is unknown, nor for norms over
-several axes or in types that are neither the sum's nor float32: these stay as they are.
+may be stretched (position embeddings), norms with or without weight and bias, rows of any number.  All norms of a value
+that is no such sum become one region too: it is read once, by one kernel, however they are spelled.
+Never where the row's length or how operands fit together is unknown, nor for norms over several axes or in types that
+are neither x's nor float32: these stay as they are.
 
 Numerics: reassociates (float16 sums are rounded as before, statistics are float32).  Linear in the module's size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import tvm
 from tvm import relax
@@ -53,39 +58,56 @@ def _takes(graph: Graph, names: list[relax.Var], norm: relax.Var) -> Verdict:
     return kernel_takes(match, RESIDUAL_NORM_REGION, read_residual_norm)
 
 
-def _is_norm_of(graph: Graph, var: relax.Var, names: list[relax.Var]) -> bool:
+def _is_norm_of(graph: Graph, var: relax.Var, values: Sequence[relax.Expr]) -> bool:
     callee, call = graph.callee(var), graph.value[var]
     if callee is None or composite_name(callee) not in NORMS or not isinstance(call, relax.Call):
         return False
-    return any(call.args[0].same_as(name) for name in names)
+    return any(call.args[0].same_as(value) for value in values)
 
 
-def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
-    names = _names(graph, graph.value[root].args[0])
-    if not names or graph.call(names[-1], "relax.add") is None:
-        return None
+def _group(graph: Graph, root: relax.Var, names: list[relax.Var], values: list[relax.Var]) -> Match | Verdict | None:
+    """Return all norms of a value that has several names, together with the bindings ``names``."""
     if not (verdict := _takes(graph, names, root)).fired:
         return verdict
-    readers = dict.fromkeys(reader for name in names for reader in graph.users.get(name, ()))
-    norms = [v for v in readers if graph.block.get(v) == graph.block.get(root) and _is_norm_of(graph, v, names)]
+    readers = dict.fromkeys(reader for value in values for reader in graph.users.get(value, ()))
+    norms = [v for v in readers if graph.block.get(v) == graph.block.get(root) and _is_norm_of(graph, v, values)]
     norms = sorted((v for v in norms if _takes(graph, names, v).fired), key=graph.position.__getitem__)
     if not norms[0].same_as(root):
         return None  # The group is found at its first norm.
     members = frozenset((*names, *(v for norm in norms for v in _with_cast(graph, norm))))
-    return Match(graph, root, {}, members, {"sum": names[-1], "names": frozenset(names), "norms": len(norms)})
+    return Match(graph, root, {}, members, {"names": names, "norms": len(norms)})
+
+
+def _match_sum(graph: Graph, root: relax.Var) -> Match | Verdict | None:
+    names = _names(graph, graph.value[root].args[0])
+    if not names or graph.call(names[-1], "relax.add") is None:
+        return None
+    return _group(graph, root, names, names)
+
+
+def _match_value(graph: Graph, root: relax.Var) -> Match | Verdict | None:
+    x = graph.value[root].args[0]
+    return _group(graph, root, [], [x]) if isinstance(x, relax.Var) else None
 
 
 def _worth(m: Match) -> Verdict:
-    """Return what is saved: no norm reads the sum from memory, which is not written where nothing else reads it."""
-    graph = m.graph
-    outside = (u for name in m.facts["names"] for u in graph.users.get(name, ()) if u not in m.interior)
-    kept = any(name in graph.escapes for name in m.facts["names"]) or next(outside, None) is not None
-    return accept(bytes_saved=(m.facts["norms"] + (not kept)) * bytes_of(m.facts["sum"].ty))
+    """Return what is saved: no norm but the first reads the value from memory; and where it is a sum that stands here,
+    not the first either, and it is written only where something else reads it.
+    """
+    graph, names = m.graph, m.facts["names"]
+    if not names:
+        return accept(bytes_saved=(m.facts["norms"] - 1) * bytes_of(graph.value[m.root].args[0].ty))
+    outside = (u for name in names for u in graph.users.get(name, ()) if u not in m.interior)
+    kept = any(name in graph.escapes for name in names) or next(outside, None) is not None
+    return accept(bytes_saved=(m.facts["norms"] + (not kept)) * bytes_of(names[-1].ty))
 
 
 def FuseResidualNorm() -> tvm.transform.Pass:
     """Return the pass; see the module's docstring."""
-    return group_pass(_NAME, [GroupRule("residual-norm", NORMS, _match, RESIDUAL_NORM_REGION, worth=_worth)])
+    rules = (("residual-norm", _match_sum), ("norm", _match_value))
+    return group_pass(
+        _NAME, [GroupRule(name, NORMS, match, RESIDUAL_NORM_REGION, worth=_worth) for name, match in rules]
+    )
 
 
 PASS = PassInfo(_NAME, FuseResidualNorm, "fuse", REASSOCIATES, doc="Residual sums and norms of them become one.")

@@ -1,10 +1,10 @@
-"""A residual sum and the norms of it in one pass over memory.
+"""A residual sum and the norms of it, or norms of a value that is there, in one pass over memory.
 
 ``sum = left + right``, and for each norm ``(sum - mean) / sqrt(variance + epsilon) * weight + bias`` (layer) or
 ``sum / sqrt(mean of squares + epsilon) * weight`` (RMS).  A row of both operands is read once; its sum is written where
 it is kept, or where a norm of it will stand, and read back from the first-level cache: once for a mean, once for the
-squares about it, once for the results.  Sums of float16 are rounded once, as the sum by itself would be; statistics
-are float32 then.
+squares about it, once for the results.  Without a sum the value itself is.  Sums of float16 are rounded once, as the
+sum by itself would be; statistics are float32 then.
 """
 
 from __future__ import annotations
@@ -35,33 +35,32 @@ class ResidualNorm:
     Attributes
     ----------
     rows : tuple of int or tvm.tirx.Var
-        Leading axes of the sum.
+        Leading axes of what is normed.
     depth : int
         Its last axis, normed over; at least 1.
     dtype : str
-        Of both operands and their sum; statistics are float32 (float64 for float64).
-    left, right : tuple of (int or None)
-        The operands' dimensions.
+        Of what is normed, and of what it is a sum of; statistics are float32 (float64 for float64).
+    terms : tuple of Follows
+        The dimensions of the sum's two operands; or of what is normed itself, which is stretched nowhere.
     norms : tuple of Norm
         Weights and biases are of type ``dtype``, unless the norm says otherwise.
     keeps_sum : bool
-        Whether the sum is a result.
+        Whether the sum is a result; never without one.
     types : tuple of str
         Of each norm's result; none where all are of type ``dtype``.
 
     Notes
     -----
-    The kernel's arguments: left, right, weight and bias ``(depth,)`` of each norm in turn where it has them, then the
+    The kernel's arguments: the terms, weight and bias ``(depth,)`` of each norm in turn where it has them, then the
     results: the sum where it is kept, the norms.
     """
 
     rows: tuple[int | tirx.Var, ...]
     depth: int
     dtype: str
-    left: Follows
-    right: Follows
+    terms: tuple[Follows, ...]
     norms: tuple[Norm, ...]
-    keeps_sum: bool = True
+    keeps_sum: bool = False
     types: tuple[str, ...] = ()
 
     @property
@@ -87,17 +86,19 @@ class _Writer:
         self.spec, self.lanes = spec, lanes
         self.rows: int | Expr = math.prod(spec.rows) if spec.rows else 1
         whole = (*spec.rows, spec.depth)
-        terms = (("left", spec.left), ("right", spec.right))
-        operands = [self._argument(name, spec.shape(follows), spec.dtype) for name, follows in terms]
+        terms = [self._argument(f"term{i}", spec.shape(f), spec.dtype) for i, f in enumerate(spec.terms)]
         self.weights = [self._affine(i, norm) for i, norm in enumerate(spec.norms)]
         kept = [self._argument("sum", whole, spec.dtype)] if spec.keeps_sum else []
         types = spec.types or (spec.dtype,) * len(spec.norms)
         results = [self._argument(f"result{i}", whole, dtype) for i, dtype in enumerate(types)]
         # All arguments come before the first alias.
         self.results = [self._by_row(result) for result in results]
-        # Of several norms the last one's place is written last.
-        self.sum = self._by_row(kept[0]) if kept else self.results[-1]
-        self.left, self.right = (self._operand(o, f) for o, f in zip(operands, (spec.left, spec.right)))
+        if len(terms) == 1:
+            self.sum = self._by_row(terms[0])
+        else:
+            # Of several norms the last one's place is written last.
+            self.sum = self._by_row(kept[0]) if kept else self.results[-1]
+            self.left, self.right = (self._operand(term, follows) for term, follows in zip(terms, spec.terms))
 
     @staticmethod
     def _argument(name: str, shape: Sequence[int | Expr], dtype: str) -> Any:
@@ -146,6 +147,8 @@ class _Writer:
         spec, sums = self.spec, self.spec.sum_dtype
 
         def add(k: Expr) -> None:
+            if len(spec.terms) == 1:
+                return
             # The norms are of the sum as it is rounded, wherever it is kept.
             rounded = _cast(self.left(row, k) + self.right(row, k), spec.dtype)
             T.buffer_store(self.sum, _cast(rounded, str(self.sum.dtype)), [row, k])

@@ -1,4 +1,4 @@
-"""Read a ``crossloom.fused_residual_norm`` region: a sum, and norms of it."""
+"""Read a ``crossloom.fused_residual_norm`` region: a sum and norms of it, or norms of a value that is given."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class ResidualNormRegion:
     ----------
     spec : ResidualNorm
     terms : tuple of relax.Expr
-        The operands of the sum.
+        The operands of the sum; or the value that is normed.
     weights : tuple of relax.Expr
         Weight and bias of each norm, those that are there, in the kernel's order; ``(depth,)`` behind axes of size 1.
     """
 
     spec: ResidualNorm
-    terms: tuple[relax.Expr, relax.Expr]
+    terms: tuple[relax.Expr, ...]
     weights: tuple[relax.Expr, ...]
 
 
@@ -56,7 +56,7 @@ def _norm(graph: Graph, var: relax.Var, depth: int, allowed: set[str]) -> tuple[
     """Return a norm and its operands behind x; ``allowed`` are the types of these and of its result."""
     callee, call = graph.callee(var), graph.value[var]
     if callee is None or composite_name(callee) not in NORMS:
-        raise NoKernel(f"{var.name}: not a norm of the sum")
+        raise NoKernel(f"{var.name}: not a norm")
     attrs = composite_attrs(callee)
     parts = dict(zip((p.name for p in callee.params), call.args))
     operands = [parts[name] for name in ("weight", "bias") if name in parts]
@@ -64,7 +64,7 @@ def _norm(graph: Graph, var: relax.Var, depth: int, allowed: set[str]) -> tuple[
         raise NoKernel(f"{var.name}: a norm over more than the last axis")
     kinds = {dtype(operand) for operand in operands}
     if len(kinds) > 1 or not kinds | {dtype(var)} <= allowed:
-        raise NoKernel(f"{var.name}: a weight or a result of a type that is neither the sum's nor the statistics'")
+        raise NoKernel(f"{var.name}: a weight or a result of a type that is neither x's nor the statistics'")
     for operand in operands:
         shape = sizes(operand) or [None]
         if shape[-1] != depth or any(size != 1 for size in shape[:-1]):
@@ -94,6 +94,21 @@ def _alias(graph: Graph, expr: relax.Expr) -> relax.Expr:
     return expr
 
 
+def _normed(graph: Graph) -> tuple[relax.Expr, tuple[relax.Expr, ...]]:
+    """Return what is normed and the terms of the sum that it is; itself where there is no sum in the region."""
+    for var in graph.order:
+        if (call := graph.call(var, "relax.add")) is not None:
+            return _alias(graph, var), tuple(call.args)
+    calls = (graph.value[var] for var in graph.order if graph.callee(var) is not None)
+    first = next((call for call in calls if isinstance(call, relax.Call)), None)
+    if first is None:
+        raise NoKernel("neither a sum nor a norm in the region")
+    given = _alias(graph, first.args[0])
+    if given in graph.value:
+        raise NoKernel(f"{getattr(given, 'name', '')}: a norm of a value made in the region")
+    return given, (given,)
+
+
 def read_residual_norm(graph: Graph) -> ResidualNormRegion:
     """Read the body of a region.
 
@@ -107,27 +122,25 @@ def read_residual_norm(graph: Graph) -> ResidualNormRegion:
     NoKernel
         Where the kernel cannot do what the region holds.
     """
-    total = next((var for var in graph.order if graph.call(var, "relax.add") is not None), None)
-    if total is None:
-        raise NoKernel("no sum in the region")
-    terms, shape, kind = graph.value[total].args, dims(total), dtype(total)
+    total, terms = _normed(graph)
+    name, shape, kind = getattr(total, "name", ""), dims(total), dtype(total)
     depth = number(shape[-1]) if shape else None
     if shape is None or not isinstance(depth, int) or depth == 0:
-        raise NoKernel(f"{total.name}: rows of unknown or no length")
+        raise NoKernel(f"{name}: rows of unknown or no length")
     if kind not in _TYPES or {dtype(term) for term in terms} != {kind}:
-        raise NoKernel(f"{total.name}: a sum of type {kind}")
+        raise NoKernel(f"{name}: a norm of values of type {kind}")
     rows = tuple(number(extent) for extent in shape[:-1])
     if any(not isinstance(extent, (int, tirx.Var)) for extent in rows):
-        raise NoKernel(f"{total.name}: rows of a composed size")
+        raise NoKernel(f"{name}: rows of a composed size")
     results = _results(graph)
-    keeps_sum = bool(results) and results[0].same_as(total)
+    keeps_sum = len(terms) > 1 and bool(results) and results[0].same_as(total)
     norms, weights, types = [], [], []
     statistics = "float64" if kind == "float64" else "float32"
     for result in results[1:] if keeps_sum else results:
         var = _uncast(graph, result)
         call = graph.value.get(var) if isinstance(var, relax.Var) else None
         if not isinstance(call, relax.Call) or not call.args or not _alias(graph, call.args[0]).same_as(total):
-            raise NoKernel(f"{getattr(var, 'name', '')}: a result that is no norm of the sum")
+            raise NoKernel(f"{getattr(var, 'name', '')}: a result that is no norm of {name}")
         norm, operands = _norm(graph, var, depth, {kind, statistics})
         if dtype(result) not in (kind, statistics):
             raise NoKernel(f"{var.name}: a norm that is cast to {dtype(result)}")
@@ -136,6 +149,6 @@ def read_residual_norm(graph: Graph) -> ResidualNormRegion:
         weights += operands
     if not norms:
         raise NoKernel("no norm in the region")
-    follows = [_follows(term, shape) for term in terms]
-    spec = ResidualNorm(rows, depth, kind, follows[0], follows[1], tuple(norms), keeps_sum, tuple(types))
-    return ResidualNormRegion(spec, (terms[0], terms[1]), tuple(weights))
+    follows = tuple(_follows(term, shape) for term in terms)
+    spec = ResidualNorm(rows, depth, kind, follows, tuple(norms), keeps_sum, tuple(types))
+    return ResidualNormRegion(spec, terms, tuple(weights))

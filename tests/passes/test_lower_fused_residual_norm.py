@@ -56,8 +56,15 @@ def side_by_side(emit, x, r, g, b):
     return emit(relax.Tuple([rms(emit, s, g), s, layer(emit, s, g, b), rms(emit, s)]))
 
 
+def alone(emit, x, r, g, b):
+    """Norms of a value that is no sum."""
+    return emit(relax.Tuple([layer(emit, x, g, b), rms(emit, x)]))
+
+
 def answers(build, values):
     x, r, g, b = (v.astype("float64") for v in values)
+    if build is alone:
+        return [reference(x, "layer", g, b), reference(x, "rms")]
     s = (x + r).astype(values[0].dtype).astype("float64")
     normed = reference(s, "layer", g, b)
     return {
@@ -80,7 +87,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("build", [both, post, side_by_side])
+@pytest.mark.parametrize("build", [both, post, side_by_side, alone])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_whole_way(build, shapes, dtype):
@@ -186,7 +193,7 @@ def test_golden_call_of_the_kernel():
             return pair
 
     bb = relax.BlockBuilder()
-    spec = ResidualNorm((N,), 4, "float32", (0, 1), (0, 1), (Norm("rms", 1e-5, True, dtype="float32"),))
+    spec = ResidualNorm((N,), 4, "float32", ((0, 1), (0, 1)), (Norm("rms", 1e-5, True, dtype="float32"),), True)
     rows = relax.TensorType((M, 4), "float32")
     x, r, g = relax.Var("x", rows), relax.Var("r", rows), relax.Var("g", relax.TensorType((4,), "float32"))
     gvar = bb.add_func(kernel(spec, Machine.of(HOST)), "fused_residual_norm_kernel")
@@ -218,7 +225,7 @@ def region(body):
 @pytest.mark.parametrize(
     ("body", "detail"),
     [
-        (lambda bb, a, b: op.multiply(a, b), "no sum"),
+        (lambda bb, a, b: op.multiply(a, b), "neither a sum nor a norm"),
         (lambda bb, a, b: op.add(a, b), "no norm"),
         (lambda bb, a, b: op.exp(bb.emit(op.add(a, b))), "not a norm"),
     ],
