@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import relax
 
@@ -209,6 +209,9 @@ class _Reader:
         k, v = (self._parts(tracer, name) for name in ("k", "v"))
         if len(k) != len(v) or not all(same(*sizes) for sizes in zip(*map(self._lengths, (k, v)))):
             k, v = ([tracer.source(self.args[name], self._axes(name))] for name in ("k", "v"))
+        layer = _layer_of(k[0], v[0])
+        if layer is not None:
+            k, v = ([_layered(places[0]), *places[1:]] for places in (k, v))
         out = tracer.result(self._axes("out"))
         causal, kind = self._causal(), str(self.facts["mask"])
         mask, bias = self._added("mask"), self._added("bias")
@@ -238,13 +241,15 @@ class _Reader:
             bool(self.facts["bias_inside"]),
             causal,
             str(self.facts["empty_rows"]) == "zero",
+            layer is not None,
         )
         inputs = {"q": q.value, **self._named("k", k), **self._named("v", v)}
         inputs |= {name: place.value for name, place in stops.items() if place is not None}
         result = out.value
         assert isinstance(result, relax.Var)
         members = interior(self.graph, result, list(inputs.values()))
-        return Attention(spec, tuple(p.value for p in places), result, members, inputs)
+        given = [] if layer is None else [relax.const(layer, "int64")]
+        return Attention(spec, (*(p.value for p in places), *given), result, members, inputs)
 
     def _parts(self, tracer: Tracer, name: str) -> list[Place]:
         return tracer.parts(self.args[name], self._axes(name))
@@ -265,3 +270,23 @@ class _Reader:
         for operand in masks:
             if operand.dtype not in _FLOATS | {"bool"}:
                 raise NoKernel(f"{self.core.name}: a mask of type {operand.dtype}")
+
+
+def _fixed(place: Place) -> list[int]:
+    """Return the axes of which one place, not the only one, is read."""
+    return [i for i, (axis, n) in enumerate(zip(place.axes, extents(place.value))) if not axis.terms and n != 1]
+
+
+def _layer_of(k: Place, v: Place) -> int | None:
+    """Return which layer's keys and values are read, where those of several stand in one tensor."""
+    at = [_fixed(place) for place in (k, v)]
+    if any(len(axes) != 1 for axes in at):
+        return None
+    layers = [place.axes[axes[0]].offset for place, axes in zip((k, v), at)]
+    return layers[0] if isinstance(layers[0], int) and layers[0] == layers[1] else None
+
+
+def _layered(place: Place) -> Place:
+    """Return a place whose layer is given when the kernel runs."""
+    (at,) = _fixed(place)
+    return replace(place, axes=(*place.axes[:at], Axis((("layer", 1),)), *place.axes[at + 1 :]))

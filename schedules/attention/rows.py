@@ -107,7 +107,7 @@ class RowWriter(Writer):
                 keys = [T.bind(tirx.min(step * cut.lanes + at + i, count - 1)) for i in range(cut.height)]
                 for rows in self._together():
                     self._score(part, begin, keys, step * cut.lanes + at, rows)
-        for row in range(self.rows):
+        with T.serial(self.rows) as row:
             self._mask(row, part.start + begin, count)
             self._hide(part, begin, count, steps, row)
             self._weights(steps, row)
@@ -161,7 +161,7 @@ class RowWriter(Writer):
                         value = self.scores[row, at + i] + loaded * self.queries[row, e]
                         T.buffer_store(self.scores, value, [row, at + i])
 
-    def _mask(self, row: int, start: Expr, count: Expr) -> None:
+    def _mask(self, row: Expr, start: Expr, count: Expr) -> None:
         if not self.added():
             return
         roles = self._roles(row)
@@ -176,7 +176,7 @@ class RowWriter(Writer):
 
         self._along(count, apply)
 
-    def _hide(self, part: Part, begin: Expr, count: Expr, steps: Expr, row: int) -> None:
+    def _hide(self, part: Part, begin: Expr, count: Expr, steps: Expr, row: Expr) -> None:
         """Give keys that are not there, or not seen by a row, no weight."""
         lanes, end = self.cut.lanes, count
         if self.spec.causal is not None:
@@ -187,7 +187,7 @@ class RowWriter(Writer):
             hidden = tirx.Select(key < end, self.scores[row, key], self.number(float("-inf")))
             T.buffer_store(self.scores, hidden, [row, key])
 
-    def _weights(self, steps: Expr, row: int) -> None:
+    def _weights(self, steps: Expr, row: Expr) -> None:
         """Turn a row's scores into weights, and add these up."""
         lanes = self.cut.lanes
         peak = self.scratch(1, lanes)

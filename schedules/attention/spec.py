@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias
 from tvm import tirx
 
 #: What an index counts.  ``head`` is a head of keys and values, ``group`` one of the query heads that share it: query
-#: head ``head * groups + group``.  ``lane`` is an element of a head.
-Role: TypeAlias = Literal["batch", "head", "group", "query", "key", "lane"]
+#: head ``head * groups + group``.  ``lane`` is an element of a head; ``layer`` is one number, given to the kernel.
+Role: TypeAlias = Literal["batch", "head", "group", "query", "key", "lane", "layer"]
 Extent: TypeAlias = int | tirx.Expr
 
 
@@ -97,10 +97,13 @@ class Spec:
     zero_empty_rows : bool
         What a query gives of which every score is minus infinity: zero, or not a number as softmax does.
         Without any key it is zero, the sum of nothing, in either case.
+    layered : bool
+        Whether the kernel takes a ``layer``: layers whose caches stand in one tensor share it.
 
     Notes
     -----
-    The kernel's arguments: q, k and v of each part (all k first), mask, bias, out; what is not there is left out.
+    The kernel's arguments: q, k and v of each part (all k first), mask, bias, layer (int64, of no dimension), out; what
+    is not there is left out.
     Scores, weights and sums are float32 (float64 where an operand is).
     """
 
@@ -123,6 +126,7 @@ class Spec:
     bias_inside: bool = False
     causal: Extent | None = None
     zero_empty_rows: bool = False
+    layered: bool = False
 
     @property
     def sum_dtype(self) -> str:

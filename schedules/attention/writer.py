@@ -49,7 +49,9 @@ class Writer(ABC):
         self.v = [self._argument(f"v{i}", spec.v[i]) for i in parts]
         self.mask = self._argument("mask", spec.mask)
         self.bias = self._argument("bias", spec.bias)
+        layer = self._argument("layer", Operand((), (), "int64")) if spec.layered else None
         self.out = self._argument("out", spec.out)
+        self.given: Roles = {} if layer is None else {"layer": T.bind(layer[()])}
         self.rows: Extent = spec.queries * spec.groups
         self.keys: Extent = sum(spec.keys[1:], spec.keys[0])
 
@@ -113,7 +115,7 @@ class Writer(ABC):
                 tile = T.bind(tirx.Select(tirx.floormod(tile, 2) == 0, half, tiles - 1 - half))
             pair = T.bind(tirx.floordiv(unit, tiles))
             batch, head = tirx.floordiv(pair, spec.heads), tirx.floormod(pair, spec.heads)
-            yield {"batch": T.bind(batch), "head": T.bind(head)}, tile
+            yield {"batch": T.bind(batch), "head": T.bind(head), **self.given}, tile
 
     def parts(self, last_query: Extent) -> list[Part]:
         """Return the parts, cut off behind the last key that a query sees."""

@@ -115,6 +115,23 @@ def test_refused_a_region_of_two_attentions():
     assert [v.code for v in ledger.refused] == ["no-kernel"]
 
 
+def test_layers_whose_caches_are_stacked_share_a_kernel():
+    def build(e, q, k, v, past_k, past_v):
+        outs = []
+        for layer in range(3):
+            at = const(layer, "int64")
+            mine = [e(op.concat([e(op.take(p, at, 0)), x], 2)) for p, x in ((past_k, k), (past_v, v))]
+            outs.append(e(attend(e, q, *(repeated(e, x, 2) for x in mine))))
+        return relax.Tuple(outs)
+
+    out = lower(build, [(1, 4, 1, 8), *[(1, 2, 1, 8)] * 2, *[(3, 1, 2, P, 8)] * 2], ("decode",))
+    assert sum(isinstance(f, tirx.PrimFunc) for f in out.functions.values()) == 1
+    args = data((1, 4, 1, 8), *[(1, 2, 1, 8)] * 2, *[(3, 1, 2, 6, 8)] * 2)
+    for layer, got in enumerate(run_module(out, "decode", args)):
+        k, v = (np.concatenate([past[layer], x], 2) for past, x in zip(args[3:], args[1:3]))
+        assert worst_error(references.attention(args[0], k, v, scale=0.5).astype("float32"), got) < 1e-5
+
+
 # masks
 
 

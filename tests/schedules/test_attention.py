@@ -141,7 +141,7 @@ def run(spec, arrays, shape, machine=AVX2):
     func = kernel(spec, machine).with_attr("global_symbol", "attend")
     built = tvm.tirx.build(tvm.IRModule({"attend": func}), target=host())
     out = tvm.runtime.tensor(np.full(shape, 77.0, spec.out.dtype))
-    built["attend"](*(tvm.runtime.tensor(np.ascontiguousarray(x)) for x in arrays), out)
+    built["attend"](*(tvm.runtime.tensor(np.asarray(x, order="C")) for x in arrays), out)
     return out.numpy()
 
 
@@ -273,14 +273,26 @@ def test_operands_that_are_parts_of_a_tensor():
 
     past = Operand(
         stack.shape,
-        (Axis((), 2), Axis(), Axis((("head", 1),)), Axis((("key", 1),)), Axis((("lane", 1),))),
+        (Axis((("layer", 1),)), Axis(), Axis((("head", 1),)), Axis((("key", 1),)), Axis((("lane", 1),))),
         "float32",
     )
     out = Operand((1, 6, 16), (Axis(), Axis((("query", 1),)), Axis((("head", 8), ("lane", 1)))), "float32")
     spec = Spec(
-        1, 2, 1, 6, (9, 6), 8, 8, 0.5, columns(0, "query"), (past, columns(16, "key")), (past, columns(32, "key")), out
+        1,
+        2,
+        1,
+        6,
+        (9, 6),
+        8,
+        8,
+        0.5,
+        columns(0, "query"),
+        (past, columns(16, "key")),
+        (past, columns(32, "key")),
+        out,
+        layered=True,
     )
-    got = run(spec, [packed, stack, packed, stack, packed], (1, 6, 16))
+    got = run(spec, [packed, stack, packed, stack, packed, np.array(2)], (1, 6, 16))
     q, k, v = (x.reshape(1, 6, 2, 8).transpose(0, 2, 1, 3) for x in np.split(packed, 3, 2))
     k, v = (np.concatenate([stack[2], x], 2) for x in (k, v))
     assert worst_error(reference(q, k, v, 0.5).transpose(0, 2, 1, 3).reshape(1, 6, 16), got.astype("float64")) < 1e-5
