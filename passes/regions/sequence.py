@@ -337,16 +337,21 @@ class SequenceReader(PartReader):
         """Return whether a number is ``extent - 1``."""
         if isinstance(extent, int):
             return scalar(self.graph, expr) == extent - 1
-        graph = self.graph
-        less = graph.call(expr, "relax.subtract")
-        if less is None or scalar(graph, less.args[1]) != 1:
+        less = self.call(expr, "relax.subtract")
+        if less is None or scalar(self.graph, less.args[1]) != 1:
             return False
-        size = graph.call(less.args[0], "relax.reshape")
-        size = graph.call(size.args[0] if size is not None else less.args[0], "relax.shape_to_tensor")
-        shape = graph.resolve(size.args[0]) if size is not None else None
+        size = less.args[0]
+        view = self.call(size, "relax.reshape")
+        whole = size if view is None else view.args[0]
+        made = self.call(whole, "relax.shape_to_tensor")
+        shape = self.graph.resolve(made.args[0]) if made is not None else None
         if not isinstance(shape, relax.ShapeExpr) or len(shape.values) != 1:
             return False
-        return bool(structural_equal(shape.values[0], extent))
+        if not structural_equal(shape.values[0], extent):
+            return False
+        own = made.args[0] if made is not None and isinstance(made.args[0], relax.Var) else None
+        self.inside |= {v for v in (expr, size, whole, own) if isinstance(v, relax.Var)}
+        return True
 
 
 def read_sequence(

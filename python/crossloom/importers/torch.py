@@ -23,6 +23,7 @@ from .signature import entry_attributes, entry_of, output_types
 from .torch_attention import convert_attention
 from .torch_concat import convert_concat
 from .torch_norm import convert_layer_norm
+from .torch_scatter import convert_masked_scatter
 from .torch_slice import slice_converter
 
 # Operators TVM translates as a whole; decomposing them only hides what they are from the passes.
@@ -95,6 +96,7 @@ def from_torch(
                 "layer_norm.default": convert_layer_norm,
                 "cat.default": convert_concat,
                 "embedding.default": _convert_embedding,
+                "masked_scatter.default": convert_masked_scatter,
                 "slice.Tensor": slice_converter(_least_sizes(program)),
             },
         )
