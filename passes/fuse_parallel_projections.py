@@ -35,7 +35,8 @@ _LINEAR = "crossloom.linear"
 def _layers(graph: Graph, x: relax.Var, root: relax.Var) -> Iterator[relax.Var]:
     """Yield the linear layers of x in the root's block."""
     for reader in dict.fromkeys(graph.users.get(x, ())):
-        callee = graph.callee(reader)
+        # Another name of x, which may be a layer's result itself, is no layer of it.
+        callee = graph.callee(reader) if isinstance(graph.value[reader], relax.Call) else None
         if callee is not None and composite_name(callee) == _LINEAR and graph.value[reader].args[0].same_as(x):
             if graph.block.get(reader) == graph.block.get(root):
                 yield reader

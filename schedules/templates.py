@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import tvm
 from tvm import tirx
@@ -26,7 +27,7 @@ from .chain import chain_kernel
 from .fused_linear import Dim, Norm, Output, Rotary, Spec, kernel
 from .machine import Machine
 
-Extent = int | tirx.Var
+Extent: TypeAlias = int | tirx.Var
 
 _NORMS = ("rms_norm", "layer_norm")
 #: Steps behind the sums, in the order of the kernel; each at most once.
@@ -137,7 +138,8 @@ class LinearTemplate:
             raise ValueError("the chain has no rotary")
         leading: tuple[Dim, ...] = tuple(("row", i) for i in range(len(rows)))
         dims: tuple[Dim, ...] = (*leading, *(("head", i) for i in range(len(heads))), ("lane", 0))
-        strides, width = [], lanes
+        strides: list[int] = []
+        width = lanes
         for extent in reversed(heads):
             strides.insert(0, width)
             width *= extent
@@ -191,7 +193,7 @@ class RegionTemplate:
     limit: Fusion
 
 
-Template = ElementwiseTemplate | LinearTemplate | RegionTemplate
+Template: TypeAlias = ElementwiseTemplate | LinearTemplate | RegionTemplate
 
 
 def _norm(kind: str, epsilon: float) -> Norm:

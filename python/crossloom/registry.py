@@ -35,6 +35,7 @@ BUILTINS = (
     "crossloom.passes.fuse_cross_modal_embedding",
     "crossloom.passes.fuse_semantic_gate",
     "crossloom.passes.fuse_cross_attention_kv",
+    "crossloom.passes.fuse_shared_projections",
     "crossloom.passes.fuse_gated_mlp",
     "crossloom.passes.fuse_parallel_projections",
     "crossloom.passes.fuse_rotary_projection",

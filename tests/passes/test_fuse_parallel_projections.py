@@ -214,6 +214,18 @@ def test_the_same_weight_twice_is_the_same_layer_twice():
     run_both(mod, "decode", arrays, [x @ q, x @ q])
 
 
+def test_a_layers_result_that_has_another_name_is_read_by_layers():
+    def build(e, x, w, q, k):
+        value = e(op.matmul(x, w))
+        other = e(value)
+        return relax.Tuple([other, e(op.matmul(value, q)), e(op.matmul(value, k)), e(op.exp(other))])
+
+    mod, _ = fuse(build, [(3, 4), (4, 4), (4, 6), (4, 5)])
+    assert calls(mod, "decode") == ["linear", "fused_linear"]
+    x, w, q, k = arrays = data((3, 4), (4, 4), (4, 6), (4, 5))
+    run_both(mod, "decode", arrays, [x @ w, x @ w @ q, x @ w @ k, np.exp(x @ w)])
+
+
 def test_a_layer_alone_and_layers_of_different_values_stay():
     def build(e, x, y, q, k):
         return relax.Tuple([e(op.matmul(x, q)), e(op.matmul(y, k))])
