@@ -69,7 +69,7 @@ def plan(spec: Spec, machine: Machine) -> Plan:
     parallel = work // lanes >= 2 * PARALLEL_MIN_WORK
     if rows is not None and _few(rows, spec, lanes):
         height = min(lanes, 8 if rows == 1 else 4)
-        depth = lanes * max(1, min(-(-spec.value_lanes // lanes), 8, (machine.registers - 4) // max(1, min(rows, 3))))
+        depth = lanes * max(1, min(-(-spec.value_lanes // lanes), 4, (machine.registers - 4) // max(1, min(rows, 3))))
         return Plan("rows", lanes, max(1, rows), height, depth, _block(spec, lanes), parallel)
     registers = 4 if machine.vector_bytes == 16 and machine.registers >= 32 else 2
     if rows is not None:
