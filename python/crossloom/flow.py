@@ -25,6 +25,8 @@ CPU: tuple[str, ...] = (
     "canonicalize-transformer",
     # Attention over many windows is one attention: before anything asks what a layer is.
     "batch-attention-windows",
+    # Caches that are appended to layer by layer and stacked: one append to the stack.
+    "lift-cache-stack",
     # What each composite belongs to (tower, projector, layer): while there is a composite for each.
     "annotate-semantic-regions",
     # What crosses modalities, before the layers on either side grow regions of their own.
@@ -43,12 +45,15 @@ CPU: tuple[str, ...] = (
     # Norms that found no linear layer.
     "fuse-residual-norm",
     "fuse-attention",
+    # What attention left of a cache that grows.
+    "fuse-cache-append",
     # Regions to kernels: while composites say what is in them.
     "lower-fused-sequence",
     "lower-fused-gate",
     "lower-fused-linear",
     "lower-fused-residual-norm",
     "lower-fused-attention",
+    "lower-fused-append",
     # Composites nobody claimed become plain operators again: before anything that walks operators.
     "inline-composites",
     # Before legalization, which fixes the accumulator's dtype.
