@@ -14,16 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tvm import relax, tirx
 
+from crossloom.model import TensorSpec
 from crossloom.numerics import REASSOCIATES, worst_error
 from crossloom.schedules.fused_linear import Norm, Output, Rotary, Spec, kernel, pack_bias, pack_weights, plan
 from crossloom.schedules.machine import Machine
 from crossloom.targets import get_target
+from crossloom.testing import BundleExecutor, Call, as_model
 from crossloom.testing.runner import flatten
 
 HOST = get_target("host").tvm_target()
-ARM = tvm.target.Target(
-    {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "cortex-a76", "mattr": ["+neon", "+dotprod"]}
-)
 LANE, UNIT = ("lane", 0), ("unit", 0)
 ACTIVATIONS = {
     "": lambda x: x,
@@ -396,6 +395,33 @@ def specs(draw):
 def test_property_any_spec(case):
     spec, sizes, splits = case
     hold(spec, sizes, min(splits, columns_of(spec)), ("in_out", "out_in"))
+
+
+@pytest.mark.aarch64
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_neon_under_emulation(dtype):
+    """A row of its own, and a symbolic number of rows, with all steps; on an emulated Cortex-A76."""
+    target = get_target("rk3588")
+    heads = (("head", 0), ("row", 0), LANE)
+    outputs = (
+        turning("half-split", 16, False, 24, heads, (("row", 0), LANE), heads=4),
+        plain(37, first=96, gate=133, activation="silu", residual=(("row", 0), LANE)),
+        plain(30, first=170, activation="gelu", scale=0.5),
+    )
+    for rows, norm, sizes in ((N, replace(LAYER, weight=True, bias=True), (0, 1, 6, 9)), (1, RMS, (1,))):
+        spec = Spec((rows,), 20, dtype, outputs, norm, bias=True)
+        mod, names, bounds = build(spec, target.tvm_target())
+        given = [operands(spec, {N: n}) for n in sizes]
+        shapes = [[str(d) if isinstance(d, tirx.Var) else d for d in spec.shape(o.dims, o)] for o in outputs]
+        results = tuple(TensorSpec(f"y{i}", tuple(shape), dtype) for i, shape in enumerate(shapes))
+        model = as_model(mod)
+        model = replace(model, entries={"main": replace(model.entries["main"], outputs=results)})
+        found = BundleExecutor(target)(
+            model, [Call("main", tuple(arguments(g, names, bounds, ("in_out",)))) for g in given]
+        )
+        for got, arrays in zip(found, given, strict=True):
+            for result, want in zip(got, reference(spec, arrays), strict=True):
+                assert worst_error(want.astype(dtype), np.asarray(result)) <= REASSOCIATES.bound(dtype)
 
 
 # The code that comes out ---------------------------------------------------------------------------------------------
