@@ -127,6 +127,14 @@ def test_weights_behind_axes_of_one_and_constants():
         assert worst_error(want, got.astype("float64")) < 1e-5
 
 
+def test_a_value_added_to_itself():
+    """Both terms are one operand of the region; the kernel reads it twice."""
+    mod = lowered(module(lambda emit, x, g: rms(emit, emit(op.add(x, x)), g), [(N, 9), (9,)], ("decode",)))
+    x, g = data((3, 9), (9,))
+    want = reference(2.0 * x.astype("float64"), "rms", g)
+    assert worst_error(want, run_module(mod, "decode", [x, g])[0].astype("float64")) < 1e-5
+
+
 @pytest.mark.parametrize("cast", [True, False])
 def test_a_norm_in_float32_of_a_float16_sum(cast):
     """Gemma's: the weight is float32; the result is rounded once, or stays float32."""
