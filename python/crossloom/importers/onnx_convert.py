@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import tvm
 from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend as frontend
 
@@ -171,6 +172,8 @@ class Importer(frontend.ONNXGraphImporter):
             for name, expr in zip(node.output, converter(call)):
                 if name and expr is not None:
                     self._nodes[name] = expr
+                    if isinstance(expr, tvm.ir.GenericConst):
+                        self.constants[name] = expr.value.numpy()
                 elif name:
                     raise UnsupportedModel(f"{where}: output '{name}' is not supported", "do not use it")
             return
@@ -210,6 +213,11 @@ class Importer(frontend.ONNXGraphImporter):
             value = Value.of(np.array(given[0].items.shape[attrs.get("start", 0) : attrs.get("end")], "int64"))
         elif op_type == "Shape" and data is not None:
             value = onnx_shaped.shape_value(data, attrs)
+        elif op_type == "Cast" and given[0] is None and node.input[0] in self.constants:
+            kind = {6: "int32", 7: "int64"}.get(attrs["to"])
+            value = Value.of(self.constants[node.input[0]].astype(kind)) if kind else None
+        elif op_type == "ConstantOfShape" and given[0] is not None and given[0].constant:
+            value = onnx_shaped.filled_value(given[0], attrs)
         elif op_type == "Size" and data is not None:
             value = onnx_shaped.size_value(m, data)
         elif all(v is not None or not n for v, n in zip(given, node.input)):

@@ -83,9 +83,11 @@ def power(c: Call) -> list[Any]:
     x, y = c.need(0), c.need(1)
     base, exponent = dtype_of(x), dtype_of(y)
     whole = tuple(t.startswith(("int", "uint")) for t in (base, exponent))
-    if base == exponent and not whole[0]:
-        return [by_tvm(c, "Pow")]
     constant = isinstance(x, tvm.ir.GenericConst) and isinstance(y, tvm.ir.GenericConst)
+    if base == exponent and not whole[0]:
+        if constant:  # The side of a grid, from how many positions it has: a size is made of it.
+            return [relax.const(np.power(x.value.numpy(), y.value.numpy()).astype(base), base)]
+        return [by_tvm(c, "Pow")]
     if base == exponent and constant and (y.value.numpy() >= 0).all():
         return [by_tvm(c, "Pow")]  # folded: the result may be a size
     cast = lambda t, dtype: t if dtype_of(t) == dtype else c.emit(op.astype(t, dtype))

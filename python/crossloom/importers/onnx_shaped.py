@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from tvm import relax, tirx
 
 from crossloom.errors import UnsupportedModel
 from crossloom.importers.gather import known_sizes
-from crossloom.importers.onnx_symbolic import ShapeMath, Value, boxed
+from crossloom.importers.onnx_symbolic import MAX_ELEMENTS, ShapeMath, Value, boxed
 
 op = relax.op
 
@@ -98,6 +99,14 @@ def expand(m: ShapeMath, where: str, bb: Any, x: Any, target: Value) -> Any:
                 "give both dimensions one name, or fix them with input_shapes",
             )
     return bb.emit(op.broadcast_to(x, out))
+
+
+def filled_value(target: Value, attrs: dict[str, Any]) -> Value | None:
+    """Return known sizes filled with an integer; None for floats and for large tensors."""
+    fill = onnx.numpy_helper.to_array(attrs["value"]) if "value" in attrs else np.zeros(1, "float32")
+    if prod(target.list()) > MAX_ELEMENTS:
+        return None
+    return Value.of(np.full(target.list(), fill.reshape(()), fill.dtype))
 
 
 def constant_of_shape(bb: Any, target: Value, attrs: dict[str, Any]) -> Any:
