@@ -51,24 +51,28 @@ class _Finder:
     """Finds the groups of a function; its attentions are looked for once."""
 
     def __init__(self) -> None:
-        self.known: WeakKeyDictionary[Graph, list[Projection]] = WeakKeyDictionary()
+        self.known: WeakKeyDictionary[Graph, dict[relax.Var, list[Projection]]] = WeakKeyDictionary()
+
+    @staticmethod
+    def _groups(graph: Graph) -> dict[relax.Var, list[Projection]]:
+        """Return the projections of each value in each block, under the first layer of them."""
+        groups: dict[tuple[relax.Var, int | None], list[Projection]] = {}
+        for projection in cross_projections(graph):
+            groups.setdefault((projection.states, graph.block.get(projection.layer)), []).append(projection)
+        firsts = {min((p.layer for p in g), key=graph.position.__getitem__): g for g in groups.values()}
+        return {first: group for first, group in firsts.items() if len({p.layer for p in group}) > 1}
 
     def match(self, graph: Graph, root: relax.Var) -> Match | Verdict | None:
         if graph not in self.known:
-            self.known[graph] = cross_projections(graph)
-        own = next((p for p in self.known[graph] if p.layer.same_as(root)), None)
-        if own is None:
-            return None
-        same = [p for p in self.known[graph] if p.states.same_as(own.states)]
-        same = [p for p in same if graph.block.get(p.layer) == graph.block.get(root)]
+            self.known[graph] = self._groups(graph)
         # The group is found at its first member.
-        first = min((p.layer for p in same), key=graph.position.__getitem__)
-        if not first.same_as(root) or len({p.layer for p in same}) < 2:
+        same = self.known[graph].get(root)
+        if same is None:
             return None
         kinds = {dtype(e) for p in same for e in (p.layer, *graph.value[p.layer].args)}
         if len(kinds) > 1:
             return refuse("different-dtypes", root.name, ", ".join(sorted(kinds)))
-        facts = {"projections": same, "states": own.states}
+        facts = {"projections": same, "states": same[0].states}
         whole = Match(graph, root, {}, _taken(graph, same), facts)
         if kernel_takes(whole).fired:
             return whole

@@ -11,8 +11,9 @@ bias, activation and factor behind), lookups and values that exist, one lookup o
 rows put where a mask or a placeholder token is true, as a whole or in order (``masked_scatter``: the count of the mask
 less 1, a gather, a choice; by row or by single element), several such choices over each other; a sum with positions,
 which may be looked up themselves, behind a part or the whole.  Before that, a linear layer over features beside one-hot
-integers becomes one over the features and a lookup of weights' rows, and linear layers with nothing between them become
-one where that takes fewer multiply-accumulates.
+integers becomes one over the features and a lookup of weights' rows, linear layers with nothing between them become
+one where that takes fewer multiply-accumulates, and a projector of two layers (LLaVA's) is taken apart: the second one
+writes to the sequence.
 Never when a value between is read elsewhere (it is then copied in, as a value that exists), for projections that share
 their input with others (they are worth more as one), nor when a mask may differ along a row or is counted by batch.
 
@@ -33,11 +34,23 @@ from crossloom.schedules.fused_sequence import Copy
 from crossloom.verdict import Verdict, accept
 
 from .fold_linear_chain import fold_rules
-from .regions.parts import Problem
+from .fuse_gated_mlp import block_rule
+from .regions.parts import VIEWS, Problem
 from .regions.sequence import SEQUENCE_REGION, SequenceRegion, read_sequence
 from .split_one_hot import one_hot_rules
 
 _NAME = "fuse-cross-modal-embedding"
+
+
+def _joins_a_sequence(graph: Graph, root: relax.Var) -> bool:
+    """Return whether a value goes nowhere but into a sequence: its last layer can write there."""
+    while root not in graph.escapes and len(readers := dict.fromkeys(graph.users.get(root, ()))) == 1:
+        (root,) = readers
+        if graph.op(root) in ("relax.concat", "relax.take", "relax.where"):
+            return True
+        if not isinstance(graph.value[root], relax.Tuple) and graph.op(root) not in (*VIEWS, "relax.add"):
+            return False
+    return False
 
 
 def _behind(graph: Graph, root: relax.Var) -> list[relax.Var]:
@@ -121,6 +134,7 @@ def FuseCrossModalEmbedding() -> tvm.transform.Pass:
         # What became one layer may be one with the next.
         while (folded := apply_rules(out, fold_rules(), _NAME)) is not out:
             out = folded
+        out = apply_rules(out, [block_rule("projector", _joins_a_sequence)], _NAME)
         out = apply_groups(out, rules, _NAME)
         if out is not mod:
             relax.analysis.well_formed(out)

@@ -17,7 +17,7 @@ Source: Shazeer 2020.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tvm
 from tvm import relax
@@ -103,9 +103,18 @@ def _replace(site: Site) -> relax.Expr:
     return linear(site, hidden, site["down"], bias, site.match.facts["down_layout"])
 
 
+def block_rule(name: str = "gated-mlp", chosen: Callable[[Graph, relax.Var], bool] = lambda graph, root: True) -> Rule:
+    """Return the rule, for all blocks or some."""
+
+    def match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
+        return _match(graph, root) if chosen(graph, root) else None
+
+    return Rule(name, _BLOCKS, match, _replace, _legal, _worth)
+
+
 def FuseGatedMLP() -> tvm.transform.Pass:
     """Return the pass; see the module's docstring."""
-    return rewrite_pass(_NAME, [Rule("gated-mlp", _BLOCKS, _match, _replace, _legal, _worth)])
+    return rewrite_pass(_NAME, [block_rule()])
 
 
 PASS = PassInfo(_NAME, FuseGatedMLP, "fuse", REASSOCIATES, doc="Feed-forward blocks become two kernels.")

@@ -138,6 +138,8 @@ class _Cone:
         while gates or mixed:
             of_gate = bool(gates)
             var = gates.pop() if gates else mixed.pop()
+            if not of_gate and self.graph.uses(var) > 1:
+                continue  # Read elsewhere too, as a residual is: the sums behind belong to others.
             for user in dict.fromkeys(self.graph.users.get(var, ())):
                 found = self._call(user)
                 if found is None or user in seen:

@@ -169,6 +169,24 @@ def test_a_projector_with_norm_and_activation_positions_and_scaled_tokens():
     agrees(out, [image, ids, places, w, b, g, table, positions], want)
 
 
+@pytest.mark.parametrize("form", ["joined", "scattered"])
+def test_the_second_layer_of_a_projector_writes_to_the_sequence(form):
+    def emit(e, image, ids, w1, b1, w2, b2, table):
+        hidden = e(op.nn.gelu(linear(e, image, w1, b1)))
+        made, text = linear(e, hidden, w2, b2), lookup(e, table, ids)
+        return op.concat([made, text], 1) if form == "joined" else by_row(e, ids, made, text)
+
+    shapes = [(1, F, 6), ((1, N), "int64"), (6, 9), (9,), (9, 8), (8,), (11, 8)]
+    out, ledger = sequence(module(emit, shapes, num_input=2))
+    assert names(ledger)[0] == "projector" and composites(out) == {"fused_linear": 1, "fused_sequence": 1}
+    image, w1, b1, w2, b2, table = data((1, 3, 6), (6, 9), (9,), (9, 8), (8,), (11, 8))
+    ids = np.array([[1, TOKEN, 2, TOKEN]])
+    hidden = image.astype("float64") @ w1 + b1
+    made = hidden * (1 + np.vectorize(math.erf)(hidden / np.sqrt(2))) / 2 @ w2 + b2
+    want = np.concatenate([made, table[ids]], 1) if form == "joined" else scattered(ids, made, table[ids])
+    agrees(out, [image, ids, w1, b1, w2, b2, table], want)
+
+
 @pytest.mark.parametrize("positions", [(5, 8), (1, 5, 8), (8,), (5, 1)])
 def test_positions_added_to_the_whole_as_in_a_vision_transformer(positions):
     def emit(e, patches, cls, p, w, b):

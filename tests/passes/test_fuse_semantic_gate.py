@@ -243,6 +243,22 @@ def test_ordinary_logistic_functions_are_no_candidates(emit):
     assert len(ledger) == 0
 
 
+def test_a_residual_stream_behind_a_gate_is_left_to_others():
+    def emit(e, a, b):
+        h = e(op.add(a, e(op.multiply(b, e(op.sigmoid(by_product(e, a, b)))))))
+        for _ in range(3):
+            h = e(op.add(h, e(op.nn.relu(h))))
+        return h
+
+    out, ledger = gated(module(emit, [(N, 8), (N, 8)], num_input=2))
+    assert [v.code for v in ledger] == ["fired"] and sum(isinstance(v, relax.Call) for v in lines(out)) == 7
+    a, b = data((4, 8), (4, 8))
+    want = a + b * sigmoid(cosine(a, b, by_product))
+    for _ in range(3):
+        want = want + np.maximum(want, 0)
+    agrees(out, [a, b], want)
+
+
 def test_two_entries_are_both_treated():
     def emit(e, a, b):
         return op.multiply(a, e(op.sigmoid(by_torch(e, a, b))))
