@@ -1,0 +1,99 @@
+"""What ``python -m benchmarks.fusion`` counts: kernels, bytes between them, layers, and what falls short."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tvm import relax, tirx
+
+from benchmarks import fusion, fusion_speed
+from benchmarks.fusion_count import count, unfused
+from benchmarks.fusion_files import read_model, write_model
+from benchmarks.fusion_models import Source, Unavailable
+from canonical import function
+from crossloom.importers.signature import entry_of
+from crossloom.model import Model
+from crossloom.targets import get_target
+from crossloom.testing import run_module
+
+op = relax.op
+D, FFN, ROWS = 32, 64, 5
+
+
+def model(bound=None):
+    """Return ``x + relu(x w) v`` over (1, ROWS, D), or over a symbolic length of at most ``bound``."""
+    rows = tirx.Var("T", "int64") if bound else ROWS
+
+    def lines(emit, x, w, v):
+        hidden = emit(op.nn.relu(emit(op.matmul(x, w))))
+        return emit(op.add(x, emit(op.matmul(hidden, v))))
+
+    mod = function(lines, [(1, rows, D), (D, FFN), (FFN, D)], "decode")
+    entry = entry_of(
+        mod["decode"], "decode", ["x"], ["y"], weights=["w", "v"], upper_bounds={"T": bound} if bound else {}
+    )
+    rng = np.random.default_rng(0)
+    params = {
+        "w": rng.standard_normal((D, FFN)).astype("float32"),
+        "v": rng.standard_normal((FFN, D)).astype("float32"),
+    }
+    return Model(mod, params, {"decode": entry}, name="tiny")
+
+
+@pytest.mark.parametrize("bound, rows", [(None, ROWS), (7, 7), (1000, 64)])
+def test_kernels_and_bytes(bound, rows):
+    host = get_target("host")
+    before, after = count(model(bound), host, unfused()), count(model(bound), host)
+    one, two = before.entries["decode"], after.entries["decode"]
+    # Apart, the second product lies between the kernels too, and the sum reads it again.
+    assert (len(one.kernels), one.between_bytes) == (3, 4 * rows * (FFN + D))
+    assert one.traffic_bytes == 4 * rows * (2 * FFN + 5 * D)
+    # Together, x is read twice, the hidden values once, and the result written once.
+    assert (len(two.kernels), two.between_bytes) == (2, 4 * rows * FFN)
+    assert two.traffic_bytes == 4 * rows * (2 * FFN + 3 * D)
+    assert all(k.name.startswith("fused_linear_kernel") for k in after.entries["decode"].kernels)
+    assert {v.pass_name for v, _ in after.verdicts if v.fired} >= {"lower-fused-linear", "canonicalize-transformer"}
+    assert [region.name for region in after.entries["decode"].regions] == ["encoder.0"]
+
+
+def test_unfused_leaves_no_fusing_pass():
+    assert {"fuse-attention", "lower-fused-linear", "fold-norm-into-linear"} <= set(unfused())
+    assert not any(name.startswith(("canonicalize", "relax", "schedule")) for name in unfused())
+
+
+def test_a_model_survives_its_files(tmp_path):
+    write_model(tmp_path / "tiny", model(9))
+    loaded = read_model(tmp_path / "tiny")
+    assert loaded.entries == model(9).entries
+    x = np.random.default_rng(1).standard_normal((1, 3, D)).astype("float32")
+    w, v = loaded.params["w"], loaded.params["v"]
+    (got,) = run_module(loaded.mod, "decode", [x, *loaded.entry_params("decode")])
+    np.testing.assert_allclose(got, x + np.maximum(x @ w, 0) @ v, rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_had_says_why(tmp_path):
+    with pytest.raises(Unavailable, match=r"no .*python"):
+        Source(tmp_path, tmp_path / "python").load("llama")
+    row = fusion.measure("llama", Source(tmp_path, tmp_path / "python"))
+    assert fusion.shortfalls([row], {}) == [f"llama: {row.missing}"]
+
+
+def test_what_falls_short_is_named():
+    layers = [fusion.LayerRow("text.decoder.0", 20, 6, 6), fusion.LayerRow("text.decoder.1", 20, 7, 6, ["a"], ["b"])]
+    entry = fusion.EntryRow("m", "decode", layers, (40, 13), (100, 10), (200, 120))
+    seconds = {"fuse-x": {1000: 0.1, 10000: 11.0}}
+    short = fusion.shortfalls([fusion.ModelRow("m", [entry])], seconds)
+    assert [line.split(":")[0] for line in short] == [
+        "m, decode, text.decoder.1",
+        "m, decode",
+        "fusion's passes",
+        "fuse-x",
+    ]
+    times = [fusion_speed.Timing("m", "decode", 100, 50, 1e-6), fusion_speed.Timing("m", "prefill", 100, 110, 0.5)]
+    assert [line.split(":")[0] for line in fusion_speed.shortfalls(times)] == ["m, prefill", "m, prefill"]
+    assert fusion_speed.geometric_mean(times) == pytest.approx((2 * 100 / 110) ** 0.5)
+
+
+def test_inputs_fit_their_entry():
+    (x,) = fusion_speed.inputs_of(model(9).entries["decode"])
+    assert x.shape == (1, 9, D) and x.dtype == "float32"
