@@ -1,109 +1,80 @@
-"""Append to the caches of all layers at once, where they stand in one tensor.
+"""Write what a step appends to its caches with one kernel.
 
-    a = R.concat((R.take(past, 0, axis=0), k0), axis=2); b = R.concat((R.take(past, 1, axis=0), k1), axis=2)
-    y = R.concat((R.expand_dims(a, 0), R.expand_dims(b, 0)), axis=0)      # or R.stack
-->  y = R.concat((past, R.concat((R.expand_dims(k0, 0), R.expand_dims(k1, 0)), axis=0)), axis=3)
+    k0 = R.concat((past_k0, new_k0), axis=2); v0 = R.concat((past_v0, new_v0), axis=2); k1 = ...
+->  k0, v0, k1, ... = fused_append(past_k0, new_k0, past_v0, new_v0, past_k1, ...)   # "crossloom.fused_append"
 
-Fires where every layer of a tensor is taken in order, something is appended to each along one axis, and the results are
-put together again: a decoder's keys or values.  The cache is copied once then, not twice.  A layer's own longer cache
-that is read elsewhere (by an attention that no kernel took) is still made.
-Never for some of the layers, for layers in another order, or for layers of different tensors.
+Fires for two or more joins of values along an axis that only the function's result reads: attention has been given the
+kept and the new keys apart, so that all that is left of a cache that grows is a copy.  Run it after ``fuse-attention``.
+Never for joins that something in the function reads (they may have to be there early), nor for values of unknown shape.
 
 Numerics: exact.  Linear in the module's size.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import weakref
 
 import tvm
 from tvm import relax
 
 from crossloom.numerics import EXACT
 from crossloom.registry import PassInfo
-from crossloom.rewrite import Graph, Match, Rule, Site, rewrite_pass
+from crossloom.rewrite import Graph, GroupRule, Match, group_pass
 from crossloom.verdict import Verdict, accept, refuse
 
-from .matching.spelling import dims, dtype, fields_of, interior, same_dims, scalar, sizes
+from .regions.append import APPEND_REGION, read_append
+from .regions.linear import kernel_takes
 
 _NAME = "fuse-cache-append"
+#: Looked for once a function.
+_FOUND: weakref.WeakKeyDictionary[Graph, dict[int, list[relax.Var]]] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class _Append:
-    """One layer's cache with something behind it."""
-
-    past: relax.Expr
-    layer: int
-    new: relax.Expr
-    axis: int
-
-
-def _appended(graph: Graph, expr: relax.Expr) -> _Append | None:
-    """Return what a cache taken from a stack, and appended to, is made of."""
-    call = graph.call(expr, "relax.concat")
-    fields = fields_of(graph, call.args[0]) if call is not None else []
-    if call is None or len(fields) != 2 or call.attrs.axis is None:
-        return None
-    taken = graph.call(fields[0], "relax.take")
-    if taken is None or taken.attrs.axis is None or int(taken.attrs.axis) != 0 or dims(taken.args[1]) != []:
-        return None
-    layer = scalar(graph, taken.args[1])
-    count = (sizes(taken.args[0]) or [None])[0]
-    if layer is None or count is None or not 0 <= layer < count:
-        return None
-    return _Append(taken.args[0], int(layer), fields[1], int(call.attrs.axis) % len(dims(expr) or ()))
-
-
-def _layers(graph: Graph, root: relax.Var) -> list[relax.Expr]:
-    """Return the values that are put together along a new first axis."""
-    call = graph.call(root, "relax.concat", "relax.stack")
-    if call is None or call.attrs.axis is None or int(call.attrs.axis) != 0:
-        return []
-    fields = fields_of(graph, call.args[0])
-    if call.op.name == "relax.stack":
-        return fields
-    lifted = [graph.call(field, "relax.expand_dims") for field in fields]
-    inner = [c.args[0] for c in lifted if c is not None and [int(a) for a in c.attrs.axis] == [0]]
-    return inner if len(inner) == len(fields) else []
+def _is_append(graph: Graph, var: relax.Var) -> bool:
+    """Return whether a join of values goes into the function's result and nowhere else."""
+    call = graph.value[var]
+    if graph.op(var) != "relax.concat" or not isinstance(call, relax.Call) or graph.scope[var] != 0:
+        return False
+    readers = graph.users.get(var, [])
+    # A tuple of results, or another name of one.
+    kept = all(isinstance(graph.value[user], relax.Tuple | relax.Var) and user in graph.escapes for user in readers)
+    return kept and (bool(readers) or var in graph.escapes)
 
 
 def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
-    found = [_appended(graph, layer) for layer in _layers(graph, root)]
-    parts = [part for part in found if part is not None]
-    if not parts or len(parts) < len(found):
+    if not _is_append(graph, root):
         return None
-    first = parts[0]
-    if any(not p.past.same_as(first.past) or p.axis != first.axis for p in parts):
-        return refuse("different-caches", root.name, "layers are of several tensors, or longer along several axes")
-    if [p.layer for p in parts] != list(range((sizes(first.past) or [0])[0] or 0)):
-        return refuse("not-every-layer", root.name, f"layers {', '.join(str(p.layer) for p in parts)}")
-    if any(not same_dims(dims(p.new) or (), dims(first.new) or (None,)) for p in parts):
-        return refuse("different-lengths", root.name, "what is appended differs in shape between layers")
-    values = {"past": first.past, **{f"new{i}": p.new for i, p in enumerate(parts)}}
-    return Match(graph, root, values, interior(graph, root, list(values.values())), {"axis": first.axis + 1})
+    found = _appends(graph).get(graph.block.get(root, -1), [])
+    # The group is found at its first member.
+    if not found or not found[0].same_as(root):
+        return None
+    if len(found) < 2:
+        return refuse("nothing-beside-it", root.name, "one join is a kernel already")
+    return Match(graph, root, {}, frozenset(found))
+
+
+def _appends(graph: Graph) -> dict[int, list[relax.Var]]:
+    """Return the appends of every dataflow block."""
+    if graph not in _FOUND:
+        found = _FOUND[graph] = {}
+        for var in graph.order:
+            if var in graph.block and _is_append(graph, var):
+                found.setdefault(graph.block[var], []).append(var)
+    return _FOUND[graph]
+
+
+def _legal(m: Match) -> Verdict:
+    return kernel_takes(m, APPEND_REGION, read_append)
 
 
 def _worth(m: Match) -> Verdict:
-    """Return what is saved: one copy of the cache, read and written."""
-    shape = sizes(m["past"]) or []
-    if any(n is None for n in shape):
-        return accept()
-    return accept(bytes_saved=2 * math.prod(n or 0 for n in shape) * tvm.DataType(dtype(m["past"])).bits // 8)
-
-
-def _replace(site: Site) -> relax.Expr:
-    op, emit = relax.op, site.builder.emit
-    new = [emit(op.expand_dims(site[name], 0)) for name in site.match.captures if name != "past"]
-    stacked = new[0] if len(new) == 1 else emit(op.concat(new, 0))
-    return op.concat([site["past"], stacked], site.match.facts["axis"])
+    return accept(detail=f"{len(m.interior)} joins")
 
 
 def FuseCacheAppend() -> tvm.transform.Pass:
     """Return the pass; see the module's docstring."""
-    roots = frozenset({"relax.concat", "relax.stack"})
-    return rewrite_pass(_NAME, [Rule("cache-append", roots, _match, _replace, worth=_worth, shared_interior=True)])
+    roots = frozenset({"relax.concat"})
+    return group_pass(_NAME, [GroupRule("cache-append", roots, _match, APPEND_REGION, legal=_legal, worth=_worth)])
 
 
-PASS = PassInfo(_NAME, FuseCacheAppend, "fuse", EXACT, doc="Stacked caches grow in one copy.")
+PASS = PassInfo(_NAME, FuseCacheAppend, "fuse", EXACT, doc="Caches and what is appended to them become one region.")
