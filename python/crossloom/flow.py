@@ -35,6 +35,8 @@ CPU: tuple[str, ...] = (
     "fuse-cross-attention-kv",
     # Feed-forward blocks come apart into two linear layers: a norm can join the first, a residual the second.
     "fuse-gated-mlp",
+    # One weight over several modalities' rows, read once.
+    "fuse-shared-projections",
     # Linear layers of one value side by side, and regions that grow from them: what follows each layer, then the
     # norm in front of all of them, which has to find its readers in as few regions as there will be.
     "fuse-parallel-projections",
