@@ -16,7 +16,7 @@ from tvm import relax, tirx
 
 from crossloom.model import TensorSpec
 from crossloom.numerics import REASSOCIATES, worst_error
-from crossloom.schedules.fused_linear import Norm, Output, Rotary, Spec, kernel, pack_bias, pack_weights, plan
+from crossloom.schedules.fused_linear import Norm, Output, Rotary, Spec, Turn, kernel, pack_bias, pack_weights, plan
 from crossloom.schedules.machine import Machine
 from crossloom.targets import get_target
 from crossloom.testing import BundleExecutor, Call, as_model
@@ -56,17 +56,53 @@ def operands(spec, sizes, splits=1, seed=0):
     out = {"x": draw(*spec.rows, spec.depth)}
     if spec.norm is not None:
         out |= {f"norm_{p}": draw(spec.depth) for p in ("weight", "bias") if getattr(spec.norm, p)}
+    if spec.turn is not None:
+        out |= {f"turn_{n}": draw(*s) for n, s in tables_of(spec, spec.turn)}
     out["W"] = draw(spec.depth, count) / np.sqrt(spec.depth).astype(spec.dtype)
     if spec.bias:
         out["b"] = draw(count)
     for i, o in enumerate(spec.outputs):
+        if o.norm is not None:
+            out |= {f"head_{p}{i}": draw(o.lanes) for p in ("weight", "bias") if getattr(o.norm, p)}
         if o.rotary is not None:
-            last = o.rotary.dim // 2 if o.rotary.half else o.rotary.dim
-            for name in ("cos", "sin"):
-                out[f"{name}{i}"] = draw(*spec.shape(getattr(o.rotary, name)[:-1], o), last)
+            out |= {f"{n}{i}": draw(*s) for n, s in tables_of(spec, o)}
         if o.residual is not None:
             out[f"residual{i}"] = draw(*spec.shape(o.residual, o))
     return out
+
+
+def tables_of(spec, of):
+    """Names and shapes of a rotation's tables."""
+    last = of.rotary.dim // 2 if of.rotary.half else of.rotary.dim
+    return [(name, (*spec.shape(getattr(of.rotary, name)[:-1], of), last)) for name in ("cos", "sin")]
+
+
+def normed(norm, x, weight=1, bias=0):
+    centred = x - x.mean(-1, keepdims=True) if norm.kind == "layer" else x
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + norm.epsilon) * weight + bias
+
+
+def rotated(r, value, cos, sin):
+    """The first lanes of the last axis, turned by tables with an axis for each of the value's."""
+    pairs = np.arange(r.dim // 2)
+    a, b = (pairs, pairs + r.dim // 2) if r.convention == "half-split" else (2 * pairs, 2 * pairs + 1)
+    out = value.copy()
+    ca, cb, sa, sb = (cos, cos, sin, sin) if r.half else (cos[..., a], cos[..., b], sin[..., a], sin[..., b])
+    out[..., a] = value[..., a] * ca - value[..., b] * sa
+    out[..., b] = value[..., b] * cb + value[..., a] * sb
+    return out
+
+
+def aligned(table, dims, axes):
+    """A table with an axis for each of the value's, 1 where it has none."""
+    kept = [d for d in dims if d != UNIT]
+    table = table.reshape([n for n, d in zip(table.shape, dims) if d != UNIT])
+    table = table.transpose(sorted(range(len(kept)), key=lambda n: axes.index(kept[n])))
+    return table[tuple(slice(None) if axis in kept else None for axis in axes)]
+
+
+def axes_of(spec, heads):
+    return [*(("row", r) for r in range(len(spec.rows))), *(("head", h) for h in range(len(heads))), LANE]
 
 
 def reference(spec, given):
@@ -74,11 +110,13 @@ def reference(spec, given):
     v = {name: a.astype("float64") for name, a in given.items()}
     x, norm = v["x"], spec.norm
     if norm is not None:
-        centred = x - x.mean(-1, keepdims=True) if norm.kind == "layer" else x
-        x = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + norm.epsilon)
-        x = x * v.get("norm_weight", 1) + v.get("norm_bias", 0)
+        x = normed(norm, x, v.get("norm_weight", 1), v.get("norm_bias", 0))
+    if spec.turn is not None:
+        t = spec.turn
+        axes = axes_of(spec, t.heads)
+        cos, sin = (aligned(v[f"turn_{n}"], getattr(t.rotary, n), axes) for n in ("cos", "sin"))
+        x = rotated(t.rotary, x.reshape(*x.shape[:-1], *t.heads, t.lanes), cos, sin).reshape(x.shape)
     sums = x @ v["W"] + v.get("b", 0)
-    rank = len(spec.rows)
     out = []
     for i, o in enumerate(spec.outputs):
 
@@ -88,29 +126,16 @@ def reference(spec, given):
                 index = index[..., None] + stride * np.arange(extent)
             return sums[..., index[..., None] + np.arange(o.lanes)]
 
-        axes = [*(("row", r) for r in range(rank)), *(("head", h) for h in range(len(o.heads))), LANE]
-
-        def aligned(table, dims, axes=axes):
-            """A table with an axis for each of the value's, 1 where it has none."""
-            kept = [d for d in dims if d != UNIT]
-            table = table.reshape([n for n, d in zip(table.shape, dims) if d != UNIT])
-            table = table.transpose(sorted(range(len(kept)), key=lambda n: axes.index(kept[n])))
-            return table[tuple(slice(None) if axis in kept else None for axis in axes)]
-
+        axes = axes_of(spec, o.heads)
         value = ACTIVATIONS[o.activation](at(o.first if o.gate is None else o.gate))
         value = (value * at(o.first) if o.gate is not None else value) * o.scale
+        if o.norm is not None:
+            value = normed(o.norm, value, v.get(f"head_weight{i}", 1), v.get(f"head_bias{i}", 0))
         if o.rotary is not None:
-            r, d = o.rotary, o.rotary.dim
-            pairs = np.arange(d // 2)
-            a, b = (pairs, pairs + d // 2) if r.convention == "half-split" else (2 * pairs, 2 * pairs + 1)
-            cos, sin = aligned(v[f"cos{i}"], r.cos), aligned(v[f"sin{i}"], r.sin)
-            turned = value.copy()
-            ca, cb, sa, sb = (cos, cos, sin, sin) if r.half else (cos[..., a], cos[..., b], sin[..., a], sin[..., b])
-            turned[..., a] = value[..., a] * ca - value[..., b] * sa
-            turned[..., b] = value[..., b] * cb + value[..., a] * sb
-            value = turned
+            cos, sin = (aligned(v[f"{n}{i}"], getattr(o.rotary, n), axes) for n in ("cos", "sin"))
+            value = rotated(o.rotary, value, cos, sin)
         if o.residual is not None:
-            value = value + aligned(v[f"residual{i}"], o.residual)
+            value = value + aligned(v[f"residual{i}"], o.residual, axes)
         named = [d for d in o.dims if d != UNIT]
         # Axes of extent 1 may be named by nothing.
         order = [axes.index(d) for d in named] + [i for i, axis in enumerate(axes) if axis not in named]
@@ -135,6 +160,9 @@ def build(spec, target, splits=1, layouts=("in_out",)):
     for name in names:
         if name.startswith("norm_"):
             param(name, spec.depth)
+    if spec.turn is not None:
+        for name, shape in tables_of(spec, spec.turn):
+            param(f"turn_{name}", *shape)
     for i, width in enumerate(widths):
         turned = layouts[i % len(layouts)] == "out_in"
         param(f"W.{i}", *((width, spec.depth) if turned else (spec.depth, width)))
@@ -142,23 +170,24 @@ def build(spec, target, splits=1, layouts=("in_out",)):
         if i % 2 == 0:
             param(f"b.{i}", *((width,) if i % 4 else (1, width)))
     for i, o in enumerate(spec.outputs):
-        if o.rotary is not None:
-            last = o.rotary.dim // 2 if o.rotary.half else o.rotary.dim
-            for name in ("cos", "sin"):
-                param(f"{name}{i}", *spec.shape(getattr(o.rotary, name)[:-1], o), last)
+        for part in ("weight", "bias"):
+            if o.norm is not None and getattr(o.norm, part):
+                param(f"head_{part}{i}", o.lanes)
+        for name, shape in tables_of(spec, o) if o.rotary is not None else ():
+            param(f"{name}{i}", *shape)
         if o.residual is not None:
             param(f"residual{i}", *spec.shape(o.residual, o))
     bb = relax.BlockBuilder()
     gvar = bb.add_func(kernel(spec, machine), "kernel")
     with bb.function("main", list(params.values())):
         with bb.dataflow():
-            given = [params[n] for n in params if n == "x" or n.startswith("norm_")]
+            given = [params[n] for n in params if n == "x" or n.startswith(("norm_", "turn_"))]
             weights = [(params[f"W.{i}"], layouts[i % len(layouts)]) for i in range(splits)]
             given.append(pack_weights(bb, spec, cut, weights))
             if spec.bias:
                 given.append(pack_bias(bb, spec, cut, [(params.get(f"b.{i}"), w) for i, w in enumerate(widths)]))
-            given += [params[n] for n in params if n[:3] in ("cos", "sin") or n.startswith("residual")]
-            # In the kernel's order: tables and residual of each output in turn.
+            given += [params[n] for n in params if n[:3] in ("cos", "sin") or n.startswith(("head_", "residual"))]
+            # In the kernel's order: norm, tables and residual of each output in turn.
             results = [relax.TensorType(spec.shape(o.dims, o), spec.dtype) for o in spec.outputs]
             out = bb.emit_output(relax.call_tir(gvar, given, results if len(results) > 1 else results[0]))
         bb.emit_func_output(out)
@@ -249,6 +278,45 @@ def test_tables_follow_any_axes(table):
     dims = (("row", 0), ("head", 0), LANE)
     output = turning("half-split", 8, False, 8, dims, table, activation="tanh", scale=3.0, residual=dims)
     hold(Spec((5,), 12, "float16", (output,), replace(RMS, weight=True), bias=True))
+
+
+@pytest.mark.parametrize("norm", [RMS, replace(RMS, weight=True), replace(LAYER, weight=True, bias=True)])
+@pytest.mark.parametrize(("lanes", "dim", "convention"), [(1, 0, ""), (20, 8, "half-split"), (67, 66, "interleaved")])
+def test_norms_of_heads(norm, lanes, dim, convention):
+    """A head's lanes are normed before they turn; what stands beside them is not."""
+    dims, table = (("head", 0), ("row", 0), LANE), (("row", 0), LANE)
+    rotary = Rotary(convention, dim, table, table) if dim else None
+    norm = replace(norm, epsilon=1.0) if lanes == 1 else norm
+    query = Output(dims, (3,), lanes, 0, (lanes,), scale=0.5, norm=norm, rotary=rotary, residual=dims)
+    key = Output(dims, (2,), lanes, 3 * lanes, (lanes,), norm=replace(norm, weight=False, bias=False))
+    value = Output((("row", 0), LANE), (), 2 * lanes, 3 * lanes)
+    for outputs in ((query, key, value), (value, query), (key,)):
+        hold(Spec((N,), 12, "float32", outputs, bias=True), [{N: n} for n in (0, 1, 5, 13)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_norms_of_heads_behind_a_norm_of_rows(dtype):
+    output = Output((("row", 0), ("head", 0), LANE), (2,), 16, 0, (16,), norm=replace(RMS, weight=True))
+    hold(Spec((9,), 40, dtype, (output,), replace(LAYER, weight=True)))
+
+
+@pytest.mark.parametrize("convention", ["half-split", "interleaved"])
+@pytest.mark.parametrize(("heads", "dim", "lanes"), [((), 2, 2), ((), 32, 35), ((3,), 4, 4), ((2, 3), 6, 9)])
+@pytest.mark.parametrize("half", [False, True])
+def test_rows_turn_before_they_are_summed(convention, heads, dim, lanes, half):
+    strides = tuple(lanes * math.prod(heads[i + 1 :]) for i in range(len(heads)))
+    table = (("row", 0), LANE)
+    turn = Turn(Rotary(convention, dim, table, table, half), heads, strides, lanes)
+    hold(Spec((5,), math.prod(heads) * lanes, "float32", (plain(19),), turn=turn))
+
+
+@pytest.mark.parametrize("norm", [None, RMS, replace(RMS, weight=True), replace(LAYER, weight=True, bias=True)])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("table", [(LANE,), (("row", 1), LANE), (("row", 0), ("row", 1), ("head", 0), LANE)])
+def test_rows_are_normed_before_they_turn(norm, dtype, table):
+    turn = Turn(Rotary("half-split", 6, table, table), (2,), (8,), 8)
+    spec = Spec((2, N), 16, dtype, (plain(7, 2, activation="silu", gate=7),), norm, True, turn)
+    hold(spec, [{N: n} for n in (0, 1, 3)])
 
 
 ROW2 = (("row", 0), ("row", 1), LANE)
