@@ -306,13 +306,13 @@ class Reader:
         else:
             raise NoKernel(f"{var.name}: {op or 'a value'} is not a step of the kernel")
 
-    @staticmethod
-    def sizes_of_rows(rows: Rows) -> list[int | tirx.Expr]:
+    def sizes_of_rows(self, rows: Rows) -> list[int | tirx.Expr]:
         """Return the shape of x where a kernel can take it."""
         shape = [number(d) for d in dims(rows.x) or ()]
         if not shape or not isinstance(shape[-1], int) or shape[-1] == 0:
             raise NoKernel("rows of symbolic or no length")
-        if any(not isinstance(d, (int, tirx.Var)) for d in shape):
+        # Where a region is only thought of yet, a composed size is a variable of it to be.
+        if composite_name(self.graph.func) and any(not isinstance(d, (int, tirx.Var)) for d in shape):
             raise NoKernel("rows of a composed size")
         if dtype(rows.x) not in FLOATS:
             raise NoKernel(f"values of type {dtype(rows.x)}")
