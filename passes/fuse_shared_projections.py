@@ -104,6 +104,8 @@ def _legal(m: Match) -> Verdict:
     for x in m.facts["values"]:
         if any(size is None for size in sizes(x) or [None]):
             return refuse("rows-not-known", x.name, "bytes that are saved and bytes that are copied cannot be compared")
+        if 0 in (sizes(x) or []):
+            return refuse("no-rows", x.name, "nothing is read for it")
     return accept()
 
 

@@ -180,6 +180,7 @@ def codes(build_, shapes, **kwargs):
 def test_refusals():
     n = tirx.Var("n", "int64")
     assert codes(both, [(n, 40), (1, 40), (40, 30), (30,)]) == ["rows-not-known"]
+    assert codes(both, [(0, 40), (1, 40), (40, 30), (30,)]) == ["no-rows"]
     assert codes(both, [(64, 40), (64, 40), (40, 30), (30,)]) == ["copies-cost-more"]
 
     def mixed(e, v, t, w):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import tvm_ffi
 from tvm import ir, relax, tirx
+from tvm.sym import Analyzer
 
 from .graph import rebuild
 from .sizes import dimensions, is_size
@@ -45,11 +46,16 @@ def splice(
     def dimension(var: tirx.Var) -> tirx.Expr:
         return sizes.get(var, var)
 
+    def size(dim: tirx.Expr) -> tirx.Expr:
+        new = tvm_ffi.structural_map(dim, (ir.Var, dimension))
+        # A product of numbers is a number: TVM's virtual machine takes 2 * 3 for a size it has yet to be told.
+        return new if new.same_as(dim) else Analyzer().simplify(new)
+
     def outer(leaf: relax.Expr) -> relax.Expr:
         if isinstance(leaf, relax.ShapeExpr):
-            return relax.ShapeExpr([tvm_ffi.structural_map(dim, (ir.Var, dimension)) for dim in leaf.values])
+            return relax.ShapeExpr([size(dim) for dim in leaf.values])
         if is_size(leaf):
-            return tvm_ffi.structural_map(leaf, (ir.Var, dimension))
+            return size(leaf)
         return values.get(leaf, leaf) if isinstance(leaf, relax.Var) else leaf
 
     for block in callee.body.blocks:
