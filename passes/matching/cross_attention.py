@@ -8,6 +8,8 @@ from tvm import relax
 
 from crossloom.rewrite import Graph, composite_name
 
+from .spelling import scalar
+
 LINEAR = "crossloom.linear"
 _ATTENTION = "crossloom.attention"
 VIEWS = ("relax.reshape", "relax.permute_dims", "relax.expand_dims", "relax.squeeze")
@@ -51,6 +53,30 @@ def linear_behind(graph: Graph, expr: relax.Expr) -> tuple[relax.Var, tuple[rela
     return None
 
 
+def _query_of(graph: Graph, expr: relax.Expr) -> relax.Expr | None:
+    """Return the value that queries are made from, through factors and rotations; None where it cannot be told."""
+    while True:
+        if isinstance(expr, relax.Var) and expr not in graph.value:
+            return expr
+        found = linear_behind(graph, expr)
+        if found is not None:
+            return graph.value[found[0]].args[0]
+        callee = graph.callee(expr)
+        if callee is not None:
+            if composite_name(callee) != "crossloom.rotary":
+                return None
+            expr = graph.value[expr].args[[p.name for p in callee.params].index("x")]
+        elif (call := graph.call(expr, *VIEWS, "relax.astype")) is not None:
+            expr = call.args[0]
+        elif (call := graph.call(expr, "relax.multiply", "relax.divide")) is not None:
+            rest = [a for a in call.args if scalar(graph, a) is None]
+            if len(rest) != 1:
+                return None
+            expr = rest[0]
+        else:
+            return None
+
+
 def operands_of(graph: Graph, attention: relax.Var) -> dict[str, relax.Expr] | None:
     """Return the operands of an attention by name, None where a binding is none."""
     callee = graph.callee(attention)
@@ -62,16 +88,16 @@ def operands_of(graph: Graph, attention: relax.Var) -> dict[str, relax.Expr] | N
 def cross_projections(graph: Graph) -> list[Projection]:
     """Return the projections of cross-attentions in program order.
 
-    An attention's keys and values are of another sequence where its queries are not made from the same value.
+    An attention's keys and values are of another sequence where its queries are made from another value; one whose
+    queries are of unknown origin is none.
     """
     out = []
     for var in graph.order:
         operands = operands_of(graph, var)
         if operands is None:
             continue
-        asked = linear_behind(graph, operands["q"])
-        query = graph.value[asked[0]].args[0] if asked is not None else None
-        for role in ("k", "v"):
+        query = _query_of(graph, operands["q"])
+        for role in ("k", "v") if query is not None else ():
             found = linear_behind(graph, operands[role])
             states = graph.value[found[0]].args[0] if found is not None else None
             if found is not None and isinstance(states, relax.Var) and not states.same_as(query):

@@ -173,6 +173,21 @@ def test_self_attention_is_left_to_its_queries():
     assert len(ledger) == 0 and not regions(out)
 
 
+@pytest.mark.parametrize("how", ["scaled", "unknown"])
+@pytest.mark.parametrize("over", ["itself", "states"])
+def test_queries_that_are_scaled_as_in_whisper_or_of_unknown_origin(how, over):
+    def emit(e, h, states, wq, wk, wv):
+        of = h if over == "itself" else states
+        q, k, v = (e(op.matmul(x, w)) for x, w in ((h, wq), (of, wk), (of, wv)))
+        q = e(op.multiply(q, relax.const(0.5))) if how == "scaled" else e(op.tanh(q))
+        heads = [e(op.reshape(x, [1, x.ty.shape[1], 2, 4])) for x in (q, k, v)]
+        return op.nn.attention(*heads)
+
+    out, ledger = fused(module(emit, [(1, N, 8), (1, S, 8), (8, 8), (8, 8), (8, 8)], num_input=2))
+    expected = ["fired"] if (how, over) == ("scaled", "states") else []
+    assert [v.code for v in ledger] == expected and len(regions(out)) == len(expected)
+
+
 def test_layers_of_different_types_are_refused():
     def wide(e, h, states, wq, wk, wv):
         k = e(op.matmul(states, wk, out_dtype="float32"))
