@@ -30,7 +30,7 @@ _ANNOTATE = "annotate-semantic-regions"
 
 def unfused() -> list[str]:
     """Return the passes that fusion adds to the pipeline."""
-    return [name for name in CPU if name.partition("{")[0].startswith(("fuse-", "lower-fused-", "fold-norm-"))]
+    return [name for name in CPU if name.partition("{")[0].startswith(("fuse-", "lower-fused-", "fold-"))]
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ BUILTINS = (
     "crossloom.passes.fuse_cross_attention_kv",
     "crossloom.passes.fuse_shared_projections",
     "crossloom.passes.fuse_gated_mlp",
+    "crossloom.passes.fold_scale_into_linear",
     "crossloom.passes.fuse_parallel_projections",
     "crossloom.passes.fuse_rotary_projection",
     "crossloom.passes.fuse_rotary_mlp",

@@ -83,10 +83,11 @@ def region_table(mod: ir.IRModule) -> dict[str, list[dict[str, object]]]:
 def assign(graph: Graph) -> dict[relax.Var, int]:
     """Return the region of every binding, by its number among :func:`regions_of`.
 
-    A binding belongs to the region whose weights it reads, directly or through values made of weights alone; one that
-    reads none, to the latest region among its operands', or else to the only one that reads it (a layer's kept keys).
-    One that reads the weights of several layers, or what more than two of them made (a stack of caches), is theirs
-    together and has the number -1, as have those that nothing places (tables made of positions).
+    A binding belongs to the region whose weights it reads, directly or through values made of weights alone.  One that
+    reads none belongs to the latest region among its operands', or, where it has but one operand, to that of its first
+    reader (what measures a layer's result for the next one); or else to the only one that reads it (a layer's kept
+    keys).  One that reads the weights of several layers, or what more than two of them made (a stack of caches), is
+    theirs together and has the number -1, as have those that nothing places (tables made of positions).
     """
     regions = regions_of(graph.func)
     owners: dict[str, set[int]] = {}
@@ -98,9 +99,12 @@ def assign(graph: Graph) -> dict[relax.Var, int]:
     }
     out: dict[relax.Var, int] = {}
     shared: set[relax.Var] = set()
+    operands: dict[relax.Var, set[relax.Var]] = {}
+    read_by: dict[relax.Var, frozenset[str]] = {}
     for var in graph.order:
         leaves = [leaf for leaf in children(graph.value[var]) if isinstance(leaf, relax.Var)]
-        read = frozenset().union(*(made_of.get(leaf, frozenset()) for leaf in leaves))
+        operands[var] = {leaf for leaf in leaves if leaf not in made_of}
+        read = read_by[var] = frozenset().union(*(made_of.get(leaf, frozenset()) for leaf in leaves))
         if leaves and all(leaf in made_of for leaf in leaves):
             made_of[var] = read
             continue
@@ -110,8 +114,13 @@ def assign(graph: Graph) -> dict[relax.Var, int]:
         shared |= {var} if out[var] < 0 and (len(inside) > 2 or any(w in owners for w in read)) else set()
     for var in reversed(graph.order):
         readers = {out[user] for user in graph.users.get(var, ()) if user in out}
-        if out.get(var) == -1 and var not in shared and len(readers) == 1:
+        if var not in out or var in shared or not readers:
+            continue
+        if out[var] == -1 and len(readers) == 1:
             out[var] = readers.pop()
+        elif -1 < out[var] < min(readers) and not read_by[var] and len(operands[var]) == 1:
+            # What only reshapes or measures a layer's result for the next one.
+            out[var] = min(readers)
     return out
 
 

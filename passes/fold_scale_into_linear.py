@@ -1,0 +1,91 @@
+"""Multiply a linear layer's weights by the factors that its outputs are multiplied by.
+
+    y = linear(x, w, bias); z = R.multiply(y, scale)          # scale: a weight, one value per output
+->  z = linear(x, R.multiply(w, scale), R.multiply(bias, scale))
+
+The products are of weights alone and computed once when a model is built.
+
+Fires for a factor of as many values as the layer has outputs (leading axes of size 1 allowed), a parameter behind the
+inputs or a constant: LayerScale of DINOv2 and CaiT.
+Never where the layer's result is read elsewhere, nor for weights of another type than the factor.
+
+Numerics: reassociates (weights are rounded once after they are multiplied).  Linear in the module's size.
+Source: Touvron et al. 2021 (arXiv 2103.17239).
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+from crossloom.numerics import REASSOCIATES
+from crossloom.registry import PassInfo
+from crossloom.rewrite import (
+    Graph,
+    Match,
+    Rule,
+    Site,
+    composite_attrs,
+    composite_name,
+    outline,
+    rewrite_pass,
+)
+from crossloom.verdict import Verdict, accept, refuse
+
+from .matching.spelling import dims, dtype, either, is_weight, same_dims, sizes
+
+_NAME = "fold-scale-into-linear"
+_LINEAR = "crossloom.linear"
+
+
+def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
+    for value, scale in either(graph.resolve(root)):
+        callee = graph.callee(value)
+        if callee is None or composite_name(callee) != _LINEAR or not isinstance(value, relax.Var):
+            continue
+        single = (sizes(scale) or [1])[-1] == 1
+        if single or not is_weight(graph, scale) or not isinstance(graph.value[value], relax.Call):
+            continue
+        if not same_dims(dims(value) or (), dims(root) or (None,)):
+            return None
+        operands = dict(zip((p.name for p in callee.params), graph.value[value].args))
+        if any(dtype(operand) != dtype(scale) for operand in (root, *operands.values())):
+            return refuse("different-dtypes", getattr(scale, "name", ""), f"{dtype(scale)} beside {dtype(root)}")
+        facts = {"layout": str(composite_attrs(callee)["weight_layout"])}
+        return Match(graph, root, {**operands, "scale": scale}, frozenset((root, value)), facts)
+    return None
+
+
+def _legal(m: Match) -> Verdict:
+    leading = (sizes(m["scale"]) or [])[:-1]
+    if any(size != 1 for size in leading):
+        return refuse("not-one-per-output", getattr(m["scale"], "name", ""), "it differs from row to row")
+    return accept()
+
+
+def _replace(site: Site) -> relax.Expr:
+    emit, match = site.builder.emit, site.match
+    (count,) = (sizes(match["scale"]) or [0])[-1:]
+    out_in = match.facts["layout"] == "out_in"
+    column = emit(relax.op.reshape(site["scale"], [count, 1] if out_in else [1, count]))  # type: ignore[list-item]
+    inputs = {"x": site["x"], "weight": emit(relax.op.multiply(site["weight"], column))}
+    if "bias" in match.captures:
+        bias = site["bias"]
+        row = emit(relax.op.reshape(site["scale"], [1] * (bias.ty.ndim - 1) + [count]))
+        inputs["bias"] = emit(relax.op.multiply(bias, row))
+
+    def body(builder: relax.BlockBuilder, **params: relax.Var) -> relax.Expr:
+        weight = builder.emit(relax.op.permute_dims(params["weight"])) if out_in else params["weight"]
+        out = relax.op.matmul(params["x"], weight)
+        return relax.op.add(builder.emit(out), params["bias"]) if "bias" in params else out
+
+    return outline(site, _LINEAR, inputs, body, {"weight_layout": match.facts["layout"]})
+
+
+def FoldScaleIntoLinear() -> tvm.transform.Pass:
+    """Return the pass; see the module's docstring."""
+    rule = Rule("scale-into-linear", frozenset({"relax.multiply"}), _match, _replace, legal=_legal)
+    return rewrite_pass(_NAME, [rule])
+
+
+PASS = PassInfo(_NAME, FoldScaleIntoLinear, "fuse", REASSOCIATES, doc="Factors of a linear layer's outputs join it.")
