@@ -28,7 +28,8 @@ from crossloom.rewrite.grouping import outputs_of
 from crossloom.verdict import Verdict, accept, refuse
 
 from .matching.spelling import dims, dtype, scalar, sizes
-from .regions.gate import GATE_REGION, cosine_of, read_gate
+from .regions.gate import GATE_REGION, read_gate
+from .regions.likeness import cosine_of
 from .regions.linear import NoKernel
 from .regions.views import number
 
