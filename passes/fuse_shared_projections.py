@@ -52,7 +52,10 @@ _SHARED = "crossloom.fused_shared_linear"
 _Layer: TypeAlias = tuple[object, ...]
 _Uses: TypeAlias = dict[_Layer, dict[relax.Var, relax.Var]]
 
-_known: WeakKeyDictionary[Graph, tuple[_Uses, dict[relax.Var, list[_Layer]]]] = WeakKeyDictionary()
+#: What is to be grouped at a member: the values, and all members.
+_Groups: TypeAlias = dict[relax.Var, tuple[list[relax.Var], list[relax.Var]]]
+
+_known: WeakKeyDictionary[Graph, _Groups] = WeakKeyDictionary()
 
 
 def _layer(graph: Graph, var: relax.Var) -> _Layer | None:
@@ -63,34 +66,35 @@ def _layer(graph: Graph, var: relax.Var) -> _Layer | None:
     return (graph.block[var], str(composite_attrs(callee)["weight_layout"]), *graph.value[var].args[1:])
 
 
-def _uses(graph: Graph) -> tuple[_Uses, dict[relax.Var, list[_Layer]]]:
-    """Return by layer what each value becomes, and by value the layers it goes through."""
+def _uses(graph: Graph) -> _Uses:
+    """Return by layer what each value becomes."""
+    out: _Uses = {}
+    for var in graph.order:
+        layer = _layer(graph, var)
+        x = graph.value[var].args[0] if layer is not None else None
+        if layer is not None and isinstance(x, relax.Var):
+            out.setdefault(layer, {}).setdefault(x, var)
+    return out
+
+
+def _groups(graph: Graph) -> _Groups:
+    """Return the groups of a function by their first members: all layers that the same values go through."""
     if graph not in _known:
-        by_layer: _Uses = {}
-        by_value: dict[relax.Var, list[_Layer]] = {}
-        for var in graph.order:
-            layer = _layer(graph, var)
-            x = graph.value[var].args[0] if layer is not None else None
-            if layer is not None and isinstance(x, relax.Var) and x not in by_layer.setdefault(layer, {}):
-                by_layer[layer][x] = var
-                by_value.setdefault(x, []).append(layer)
-        _known[graph] = by_layer, by_value
+        alike: dict[tuple[object, frozenset[relax.Var]], list[dict[relax.Var, relax.Var]]] = {}
+        for layer, uses in _uses(graph).items():
+            if len(uses) > 1:
+                alike.setdefault((layer[0], frozenset(uses)), []).append(uses)
+        found: _Groups = {}
+        for layers in alike.values():
+            members = [var for uses in layers for var in uses.values()]
+            found[min(members, key=graph.position.__getitem__)] = list(layers[0]), members
+        _known[graph] = found
     return _known[graph]
 
 
 def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
-    layer = _layer(graph, root)
-    by_layer, by_value = _uses(graph)
-    values = by_layer.get(layer, {}) if layer is not None else {}
-    if len(values) < 2 or root not in values.values():
-        return None
-    # All layers that these values, and no others, go through.
-    layers = [other for other in by_value[next(iter(values))] if by_layer[other].keys() == values.keys()]
-    members = [var for other in layers for var in by_layer[other].values()]
-    # The group is found at its first member.
-    if not min(members, key=graph.position.__getitem__).same_as(root):
-        return None
-    return Match(graph, root, {}, frozenset(members), {"values": list(values), "layers": len(layers)})
+    found = _groups(graph).get(root)
+    return None if found is None else Match(graph, root, {}, frozenset(found[1]), {"values": found[0]})
 
 
 def _legal(m: Match) -> Verdict:
@@ -137,9 +141,9 @@ def _apply(site: Site) -> relax.Expr:
     callee = site.match.graph.callee(site.match.root)
     assert callee is not None
     graph = Graph(site.match.graph.name, callee, site.match.graph.mod)
-    by_layer, by_value = _uses(graph)
+    by_layer = _uses(graph)
     outer = {param: site[param.name] for param in callee.params}
-    values = list(by_value)
+    values = list(next(iter(by_layer.values())))
     counts: list[int] = [math.prod(s or 0 for s in (sizes(x) or [])[:-1]) for x in values]
     flat = [
         outer[x] if len(sizes(x) or ()) == 2 else builder.emit(relax.op.reshape(outer[x], [n, (sizes(x) or [])[-1]]))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import tvm
@@ -338,6 +339,12 @@ def allowed(chain: Sequence[str], target: tvm.target.Target) -> Verdict:
         As for :func:`template`.
     target : tvm.target.Target
     """
+    return _allowed(tuple(chain), target)
+
+
+@lru_cache(maxsize=1024)
+def _allowed(chain: tuple[str, ...], target: tvm.target.Target) -> Verdict:
+    # Asked for every region of a model: reading the tables takes milliseconds.
     found = template(chain, target_of(target), "cpu")
     return found if isinstance(found, Verdict) else accept(detail=found.limit.source)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from tvm import ir, tirx
@@ -460,8 +461,9 @@ class _Writer:
         store(values[1] * cos[1] + values[0] * sin[1], lanes[1])
 
 
+@lru_cache(maxsize=256)
 def kernel(spec: Spec, machine: Machine) -> tirx.PrimFunc:
-    """Write the kernel.
+    """Write the kernel; that of a model's equal layers is written once.
 
     Parameters
     ----------
