@@ -352,4 +352,4 @@ def test_time_grows_linearly():
 
 @pytest.mark.parametrize("cases", [strategies.attention, cached])
 def test_property_results_are_preserved(cases):
-    assert_pass_preserves(FuseAttention(), canonicalized(cases()), numerics=REASSOCIATES, max_examples=8)
+    assert_pass_preserves(FuseAttention(), canonicalized(cases()), numerics=REASSOCIATES, max_examples=5)
