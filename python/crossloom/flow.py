@@ -16,6 +16,7 @@ from tvm import relax
 from .errors import UsageError
 from .options import PassText, format_pipeline, parse_pipeline
 from .registry import PassInfo, get_pass
+from .restrict import restrict_single_arguments
 
 #: From a graph to scheduled TIR on any CPU.  Order matters where a comment says so.
 CPU: tuple[str, ...] = (
@@ -150,6 +151,8 @@ def vm_lowering() -> Sequence[tvm.transform.Pass]:
         t.ComputePrimValue(),
         t.VMShapeLower(),
         t.AttachGlobalSymbol(),
+        # Last: the function that computes shapes is made here, and costs every kernel its registers otherwise.
+        restrict_single_arguments(),
     )
 
 
