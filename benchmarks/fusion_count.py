@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from tvm import ir, relax, tirx
+from tvm import ir, relax, s_tir, tirx
 from tvm.sym.analyzer import Analyzer
+from tvm_ffi import structural_walk
 
 from crossloom.flow import CPU, Step, steps
 from crossloom.importers.implied_sizes import bind_implied_sizes
@@ -35,12 +36,16 @@ def unfused() -> list[str]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One call: its function, the region it belongs to (-1: none), and the bytes of activations it reads and writes."""
+    """One call: its function, the region it belongs to (-1: none), and the bytes of activations it moves.
+
+    ``inner_bytes`` are of buffers of its own (scores of attention, normed rows); registers and tiles are none.
+    """
 
     name: str
     region: int
     read_bytes: int
     written_bytes: int
+    inner_bytes: int = 0
 
 
 @dataclass
@@ -52,7 +57,7 @@ class Entry:
     regions : list of Region
     kernels : list of Kernel
     between_bytes : int
-        Of values that one kernel makes and another reads, each once.
+        Of values that one kernel makes and another reads, and of kernels' own buffers, each once.
     """
 
     regions: list[Region]
@@ -61,8 +66,8 @@ class Entry:
 
     @property
     def traffic_bytes(self) -> int:
-        """Activations read and written, weights aside."""
-        return sum(k.read_bytes + k.written_bytes for k in self.kernels)
+        """Activations read and written, weights aside; a kernel's own buffers are written once and read once."""
+        return sum(k.read_bytes + k.written_bytes + 2 * k.inner_bytes for k in self.kernels)
 
     def by_region(self) -> dict[str, list[str]]:
         """Return the kernels of each region by its name; those of no region under ``""``."""
@@ -148,17 +153,88 @@ def _entry(mod: ir.IRModule, func: relax.Function, name: str, bounds: Mapping[st
             raise ValueError(f"{name}: {var.name} calls {value.op}, which is no kernel")
         given = list(dict.fromkeys(leaf for leaf in operands if leaf not in of_weights))
         written = sizes.bytes(var.ty)
-        out.kernels.append(_kernel(value, op, placed[var], sum(sizes.bytes(v.ty) for v in given), written))
+        inner = _inner_bytes(mod, value, var, sizes) if op in _CALLS else 0
+        out.kernels.append(_kernel(value, op, placed[var], sum(sizes.bytes(v.ty) for v in given), written, inner))
         made[var] = written
         read.update(given)
     out.between_bytes = sum(size for var, size in made.items() if var in read)
+    out.between_bytes += sum(kernel.inner_bytes for kernel in out.kernels)
     return out
 
 
-def _kernel(call: relax.Call, op: str, region: int, read: int, written: int) -> Kernel:
+def _inner_bytes(mod: ir.IRModule, call: relax.Call, var: relax.Var, sizes: _Sizes) -> int:
+    """Return the bytes of the buffers that a kernel makes for itself."""
+    func = mod[call.args[0]] if isinstance(call.args[0], ir.GlobalVar) else None
+    if not isinstance(func, tirx.PrimFunc):
+        return 0
+    operands = list(getattr(call.args[1], "fields", (call.args[1],)))
+    results = list(var.ty.fields) if isinstance(var.ty, relax.TupleType) else [var.ty]
+    known: dict[tirx.Var, int] = {}
+    for param, ty in zip(func.params, [*(operand.ty for operand in operands), *results]):
+        for extent, size in zip(getattr(param.ty, "shape", ()), sizes.shape(ty)):
+            if isinstance(extent, tirx.Var):
+                known[extent] = size
+    buffers = [*_between_reductions(func), *_own(func)]
+    shapes = [[sizes.number(extent, known) for extent in buffer.shape] for buffer in buffers]
+    return sum(int(np.prod(n, dtype=np.int64)) * item_bytes(str(b.dtype)) for n, b in zip(shapes, buffers))
+
+
+def _own(func: tirx.PrimFunc) -> list[Any]:
+    """Return the buffers that a kernel of ours makes, registers and what a tile keeps aside."""
+    out: list[Any] = []
+
+    def of_statement(node: Any) -> None:
+        if node.buffer.scope() in ("", "global"):
+            out.append(node.buffer)
+
+    structural_walk(func.body, (tirx.AllocBuffer, of_statement))
+    return out
+
+
+def _between_reductions(func: tirx.PrimFunc) -> list[Any]:
+    """Return the buffers in which sums wait for other sums (scores of attention): no schedule can do without them.
+
+    What is between a sum and the elementwise lines behind it is inlined, or kept in a tile, and counts nothing.
+    """
+    blocks: list[Any] = []
+
+    def of_block(block: Any) -> None:
+        if list(block.writes):
+            blocks.append(block)
+
+    structural_walk(func.body, (s_tir.SBlock, of_block))
+    writer = {region.source: block for block in blocks for region in block.writes}
+    params = {region.source for block in blocks for region in block.reads if region.source not in writer}
+    out: dict[Any, None] = {}
+    for block in (one for one in blocks if _reduces(one)):
+        todo = [region.source for region in block.reads]
+        seen = set(todo)
+        for buffer in todo:
+            made = writer.get(buffer)
+            if made is None or buffer in params or made.same_as(block):
+                continue
+            if _reduces(made):
+                out[buffer] = None
+                continue
+            more = [region.source for region in made.reads if region.source not in seen]
+            seen.update(more)
+            todo += more
+    return list(out)
+
+
+def _reduces(block: Any) -> bool:
+    return block.init is not None
+
+
+def item_bytes(dtype: str) -> int:
+    """Return the bytes of one element."""
+    return 1 if dtype == "bool" else 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+def _kernel(call: relax.Call, op: str, region: int, read: int, written: int, inner: int) -> Kernel:
     called = call.args[0] if op in _CALLS else None
     name = getattr(called, "name_hint", None) or getattr(called, "global_symbol", None) or op
-    return Kernel(str(name), region, read, written)
+    return Kernel(str(name), region, read, written, inner)
 
 
 class _Sizes:
@@ -171,18 +247,27 @@ class _Sizes:
         """Return the bytes of a tensor, or of all in a tuple; 0 for anything else."""
         if isinstance(ty, relax.TupleType):
             return sum(self.bytes(part) for part in ty.fields)
-        if not isinstance(ty, relax.TensorType) or ty.shape is None or not hasattr(ty.shape, "values"):
-            return 0
-        dtype = str(ty.dtype)
-        item = 1 if dtype == "bool" else 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-        return int(np.prod([self._number(d) for d in ty.shape], dtype=np.int64)) * item
+        shape = self.shape(ty)
+        return int(np.prod(shape, dtype=np.int64)) * item_bytes(str(ty.dtype)) if self._known(ty) else 0
 
-    def _number(self, extent: Any) -> int:
+    @staticmethod
+    def _known(ty: relax.Type) -> bool:
+        return isinstance(ty, relax.TensorType) and ty.shape is not None and hasattr(ty.shape, "values")
+
+    def shape(self, ty: relax.Type) -> list[int]:
+        """Return the sizes of a tensor, none where they are unknown."""
+        return [self.number(extent) for extent in ty.shape] if self._known(ty) else []
+
+    def number(self, extent: Any, known: Mapping[tirx.Var, int] | None = None) -> int:
+        """Return a size, with the variables given or else those of the entry."""
         if isinstance(extent, int | tirx.IntImm):
             return int(extent)
-        free = tirx.analysis.undefined_vars(extent)
-        known = {v: tirx.const(min(LENGTH, self.bounds.get(v.name, LENGTH)), v.ty.dtype) for v in free}
-        return max(0, int(Analyzer().simplify(substitute(extent, known))))
+        values: dict[tirx.Var, ir.Expr] = {}
+        for var in tirx.analysis.undefined_vars(extent):
+            given = known.get(var) if known is not None else None
+            size = min(LENGTH, self.bounds.get(var.name, LENGTH)) if given is None else given
+            values[var] = tirx.const(size, var.ty.dtype)
+        return max(0, int(Analyzer().simplify(substitute(extent, values))))
 
 
 __all__ = ["LENGTH", "Count", "Entry", "Kernel", "Step", "count", "unfused"]
