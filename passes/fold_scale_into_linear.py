@@ -67,7 +67,7 @@ def _replace(site: Site) -> relax.Expr:
     emit, match = site.builder.emit, site.match
     (count,) = (sizes(match["scale"]) or [0])[-1:]
     out_in = match.facts["layout"] == "out_in"
-    column = emit(relax.op.reshape(site["scale"], [count, 1] if out_in else [1, count]))  # type: ignore[list-item]
+    column = emit(relax.op.reshape(site["scale"], [count, 1] if out_in else [1, count]))
     inputs = {"x": site["x"], "weight": emit(relax.op.multiply(site["weight"], column))}
     if "bias" in match.captures:
         bias = site["bias"]
