@@ -118,9 +118,9 @@ def assign(graph: Graph) -> dict[relax.Var, int]:
             continue
         if out[var] == -1 and len(readers) == 1:
             out[var] = readers.pop()
-        elif -1 < out[var] < min(readers) and not read_by[var] and len(operands[var]) == 1:
+        elif -1 < out[var] < min(readers) and regions[out[var]].layer >= 0:
             # What only reshapes or measures a layer's result for the next one.
-            out[var] = min(readers)
+            out[var] = out[var] if read_by[var] or len(operands[var]) > 1 else min(readers)
     return out
 
 
