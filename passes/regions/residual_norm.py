@@ -71,7 +71,7 @@ def _norm(graph: Graph, var: relax.Var, depth: int, allowed: set[str]) -> tuple[
             raise NoKernel(f"{var.name}: a weight or bias that is not one value per place in the row")
     name = "rms" if composite_name(callee) == "crossloom.rms_norm" else "layer"
     epsilon = float(attrs["epsilon"])  # type: ignore[arg-type]
-    return Norm(name, epsilon, "weight" in parts, "bias" in parts, *kinds), operands  # type: ignore[arg-type]
+    return Norm(name, epsilon, "weight" in parts, "bias" in parts, *kinds), operands
 
 
 def _results(graph: Graph) -> list[relax.Expr]:

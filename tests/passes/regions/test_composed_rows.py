@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from canonical import function
 from tvm import relax, tirx
 
+from canonical import function
 from crossloom.passes.canonicalize_transformer import CanonicalizeTransformer
 from crossloom.passes.fuse_rotary_projection import FuseRotaryProjection
 from crossloom.passes.lower_fused_linear import LowerFusedLinear
