@@ -36,6 +36,8 @@ CPU: tuple[str, ...] = (
     "fuse-cross-attention-kv",
     # Feed-forward blocks come apart into two linear layers: a norm can join the first, a residual the second.
     "fuse-gated-mlp",
+    # A factor of each column behind a layer (LayerScale) goes into its weights, before the residual sum joins it.
+    "fold-scale-into-linear",
     # One weight over several modalities' rows, read once.
     "fuse-shared-projections",
     # Linear layers of one value side by side, and regions that grow from them: what follows each layer, then the
