@@ -23,8 +23,9 @@ from crossloom.registry import PassInfo
 from crossloom.rewrite import Graph, GroupRule, Match, composite_name, group_pass
 from crossloom.verdict import Verdict, accept, refuse
 
-from .matching.spelling import dtype, sizes
-from .regions.linear import LINEAR_REGION, kernel_takes
+from .regions.growth import bytes_of
+from .regions.linear import LINEAR_REGION, NoKernel, kernel_takes
+from .regions.reader import Reader
 
 _NAME = "fold-norm-into-linear"
 _NORMS = frozenset({"crossloom.rms_norm", "crossloom.layer_norm"})
@@ -48,20 +49,33 @@ def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
         # The results of a region of several, by name.
         items = [u for u in graph.users.get(layer, ()) if isinstance(graph.value[u], relax.TupleGetItem)]
         members.update(items)
-    return Match(graph, root, {}, frozenset(members))
+    return Match(graph, root, {}, frozenset(members), {"layers": layers})
+
+
+def _legal(m: Match) -> Verdict:
+    layers = m.facts["layers"]
+    if len(layers) > 1:
+        return kernel_takes(m)
+    # One layer or region is read where it stands: what it gives is what it gave before.
+    reader = Reader(m.graph)
+    try:
+        reader.step(m.root)
+        reader.step(layers[0])
+        if reader.rows is not None:
+            reader.sizes_of_rows(reader.rows)
+    except NoKernel as problem:
+        return refuse("no-kernel", m.root.name, str(problem))
+    return accept()
 
 
 def _worth(m: Match) -> Verdict:
     """Return what is saved: the normed rows are not written and read again."""
-    count = 1
-    for size in sizes(m.root) or [None]:
-        count *= size or 0
-    return accept(bytes_saved=2 * count * (tvm.DataType(dtype(m.root)).bits // 8))
+    return accept(bytes_saved=2 * bytes_of(m.root.ty))
 
 
 def FoldNormIntoLinear() -> tvm.transform.Pass:
     """Return the pass; see the module's docstring."""
-    rule = GroupRule("norm-into-linear", _NORMS, _match, LINEAR_REGION, legal=kernel_takes, worth=_worth)
+    rule = GroupRule("norm-into-linear", _NORMS, _match, LINEAR_REGION, legal=_legal, worth=_worth)
     return group_pass(_NAME, [rule])
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax, tirx
 
-from crossloom.rewrite import Graph, composite_name
+from crossloom.rewrite import Graph, children, composite_name
 
 from .columns import NoKernel
 from .reader import Reader
@@ -51,7 +51,7 @@ def grow(graph: Graph, producer: relax.Var, is_step: Callable[[relax.Var], bool]
     producer : relax.Var
         Bound to a call of ``crossloom.linear`` or of a fused linear region.
     is_step : callable (relax.Var) -> bool
-        Whether a binding is worth a try; its first operand is what is tried to go on from.
+        Whether a binding is worth a try.
     """
     reader, problems = Reader(graph), {}
     try:
@@ -61,14 +61,16 @@ def grow(graph: Graph, producer: relax.Var, is_step: Callable[[relax.Var], bool]
     except NoKernel as problem:
         return Growth(frozenset((producer,)), (), {producer: str(problem)}, frozenset((producer,)))
     steps: list[relax.Var] = []
-    sources: dict[relax.Var, relax.Var] = {}
+    sources: dict[relax.Var, list[relax.Var]] = {}
     queue = [(graph.position[user], user) for user in dict.fromkeys(graph.users.get(producer, ()))]
     heapq.heapify(queue)
     while queue:
         _, var = heapq.heappop(queue)
         value = graph.value[var]
-        inner = value.tuple_value if isinstance(value, relax.TupleGetItem) else getattr(value, "args", (None,))[0]
-        if var in sources or inner not in reader.values or graph.block.get(var) != graph.block.get(producer):
+        if not isinstance(value, (relax.Call, relax.TupleGetItem)):
+            continue  # another name
+        inner = [leaf for leaf in children(value) if isinstance(leaf, relax.Var) and leaf in reader.values]
+        if var in sources or not inner or graph.block.get(var) != graph.block.get(producer):
             continue
         if var in graph.casts or not (isinstance(value, relax.TupleGetItem) or is_step(var)):
             continue
@@ -84,7 +86,7 @@ def grow(graph: Graph, producer: relax.Var, is_step: Callable[[relax.Var], bool]
     kept, ends = _kept(graph, reader, producer, [var for var in steps if var not in problems])
     members = {producer}
     for var in steps:
-        if var in kept and sources[var] in members and sources[var] not in ends:
+        if var in kept and all(source in members and source not in ends for source in sources[var]):
             members.add(var)
     return Growth(frozenset(members), tuple(steps), problems, frozenset(ends))
 
