@@ -16,6 +16,7 @@ from tvm import relax
 from .errors import UsageError
 from .options import PassText, format_pipeline, parse_pipeline
 from .registry import PassInfo, get_pass
+from .reshapes import rewrite_reshapes
 from .restrict import restrict_single_arguments
 
 #: From a graph to scheduled TIR on any CPU.  Order matters where a comment says so.
@@ -142,7 +143,7 @@ def vm_lowering() -> Sequence[tvm.transform.Pass]:
         relax.backend.DispatchSortScan(),
         # For what the dispatches made.
         t.LegalizeOps(),
-        t.RewriteDataflowReshape(),
+        rewrite_reshapes(),
         t.ToNonDataflow(),
         t.RemovePurityChecking(),
         t.CallTIRRewrite(),
