@@ -7,7 +7,7 @@ The products are of weights alone and computed once when a model is built.
 
 Fires for a factor of as many values as the layer has outputs (leading axes of size 1 allowed), a parameter behind the
 inputs or a constant: LayerScale of DINOv2 and CaiT.
-Never where the layer's result is read elsewhere, nor for weights of another type than the factor.
+Never where the layer's result is read elsewhere, nor for weights of another type than the factor or of symbolic size.
 
 Numerics: reassociates (weights are rounded once after they are multiplied).  Linear in the module's size.
 Source: Touvron et al. 2021 (arXiv 2103.17239).
@@ -60,6 +60,8 @@ def _legal(m: Match) -> Verdict:
     leading = (sizes(m["scale"]) or [])[:-1]
     if any(size != 1 for size in leading):
         return refuse("not-one-per-output", getattr(m["scale"], "name", ""), "it differs from row to row")
+    if (sizes(m["scale"]) or [None])[-1] is None:
+        return refuse("outputs-of-symbolic-number", getattr(m["scale"], "name", ""))
     return accept()
 
 

@@ -136,6 +136,8 @@ class Reader:
         sides = [self.columns(arg) for arg in call.args]
         for mine, other in ((sides[0], call.args[1]), (sides[1], call.args[0])):
             if mine is not None and (factor := scalar(self.graph, other)) is not None:
+                if len(dims(other) or ()) > len(mine.view.axes):
+                    raise NoKernel(f"{var.name}: a product with a number of more axes")
                 self._advance(mine, SCALED, var)
                 return replace(mine, step=SCALED, scale=factor)
         for gate, value in (sides, sides[::-1]):

@@ -126,3 +126,11 @@ def scaled(draw):
 def test_it_preserves_scaled_layers():
     passes = tvm.transform.Sequential([CanonicalizeTransformer(), FoldScaleIntoLinear()], name="fold-scale")
     assert_pass_preserves(passes, scaled(), numerics=REASSOCIATES, max_examples=15)
+
+
+def test_outputs_of_symbolic_number_are_refused():
+    count = tirx.Var("m", "int64")
+    given = function(
+        lambda emit, x, w, s: emit(op.multiply(emit(op.matmul(x, w)), s)), [(5, 4), (4, count), (count,)], "vision"
+    )
+    assert code(CanonicalizeTransformer()(given)) == ["outputs-of-symbolic-number"]

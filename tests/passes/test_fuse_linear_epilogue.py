@@ -163,3 +163,12 @@ def test_property():
     cases = layers(emit, reference, lambda d, m, k: [("n", d), ("n", m), (d, m), (m,)])
     run = tvm.transform.Sequential([CanonicalizeTransformer(), FuseLinearEpilogue(), LowerFusedLinear(HOST)])
     assert_pass_preserves(run, cases, numerics=REASSOCIATES, max_examples=20)
+
+
+def test_refused_a_number_of_more_axes():
+    """The product has an axis more than the layer's result, which no kernel puts there."""
+
+    def build(emit, x, r, w):
+        return emit(op.multiply(emit(op.matmul(x, w)), relax.const(np.full((1, 1, 1), 0.5), "float32")))
+
+    assert codes(build, [(3, 4), (3, 6), (4, 6)]) == {"no-kernel"}
