@@ -6,9 +6,22 @@ number of results of one x.  A
 the order in which the kernel reads them, as operators on weights alone that are computed once when a model is built.
 """
 
-from .kernel import kernel
+from .kernel import kernel, own_kernel
 from .pack import pack_bias, pack_weights
 from .plan import Plan, plan
 from .spec import Dim, Norm, Output, Rotary, Spec, Turn
 
-__all__ = ["Dim", "Norm", "Output", "Plan", "Rotary", "Spec", "Turn", "kernel", "pack_bias", "pack_weights", "plan"]
+__all__ = [
+    "Dim",
+    "Norm",
+    "Output",
+    "Plan",
+    "Rotary",
+    "Spec",
+    "Turn",
+    "kernel",
+    "own_kernel",
+    "pack_bias",
+    "pack_weights",
+    "plan",
+]

@@ -20,7 +20,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from ..elementary import vectorizable_math
-from ..fused_linear import kernel as fused_linear
+from ..fused_linear import own_kernel as fused_linear
 from ..loops import along, unravel
 from ..machine import Machine
 from ..steps import ASSUMED_EXTENT, MOVED, PARALLEL_MIN_WORK

@@ -9,6 +9,7 @@ from tvm import relax, tirx
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+import crossloom
 from canonical import data, module
 from crossloom.errors import UnsupportedTarget
 from crossloom.passes.lower_fused_sequence import LowerFusedSequence
@@ -127,3 +128,17 @@ def test_wide_rows_of_a_fixed_number_are_spread_over_threads():
 
 def test_property_kernels_are_what_the_regions_were():
     assert_pass_preserves(LowerFusedSequence(TARGET), sequences(lower=True), max_examples=15)
+
+
+def test_equal_layers_in_one_sequence_share_no_buffers():
+    """A buffer that is made twice in one kernel cannot be compiled."""
+
+    def build(emit, x, z, w, v):
+        return emit(relax.op.concat([emit(relax.op.matmul(x, w)), emit(relax.op.matmul(z, v))], 1))
+
+    mod = module(build, [(1, 3, 8), (1, 3, 8), (8, 16), (8, 16)], num_input=2)
+    built = tvm.compile(mod, TARGET, relax_pipeline=crossloom.pipeline("host"))
+    given = data((1, 3, 8), (1, 3, 8), (8, 16), (8, 16))
+    got = relax.VirtualMachine(built, tvm.cpu())["main"](*map(tvm.runtime.tensor, given)).numpy()
+    x, z, w, v = (a.astype("float64") for a in given)
+    np.testing.assert_allclose(got, np.concatenate([x @ w, z @ v], 1), rtol=1e-5, atol=1e-5)
