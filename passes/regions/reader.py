@@ -227,16 +227,20 @@ class Reader:
             raise NoKernel(f"{var.name}: a region beside other linear layers")
         x = outer.get(inner.rows.x, inner.rows.x)
         given = self._rows(x, var)
-        if given.turn is not None and inner.rows.norm is not None:
-            raise NoKernel(f"{var.name}: a norm behind a rotation")
+        if inner.rows.norm is not None and (given.turn is not None or given.norm is not None):
+            raise NoKernel(f"{var.name}: a norm behind a rotation or another norm")
         if given.turn is None and inner.rows.turn is not None:
             raise NoKernel(f"{var.name}: a region that turns its rows grows no further")
         lift = Lift(outer, [number(d) for d in dims(x) or ()])
-        self.rows = replace(given, norm=inner.rows.norm, operands=tuple(map(lift.operand, inner.rows.operands)))
+        self.rows = given
+        if inner.rows.norm is not None:
+            self.rows = replace(given, norm=inner.rows.norm, operands=tuple(map(lift.operand, inner.rows.operands)))
         self.weights = [(lift.operand(weight), layout) for weight, layout in inner.weights]
         self.biases = [(bias if bias is None else lift.operand(bias), count) for bias, count in inner.biases]
         self.width = inner.width
         results = tuple(map(lift.columns, inner.results()))
+        if any(found.residual is not None and not self._is_outside(found.residual[0]) for found in results):
+            raise NoKernel(f"{var.name}: a sum of two values made in the region")
         return results if isinstance(var.ty, relax.TupleType) else results[0]
 
     def _composite(self, var: relax.Var, callee: relax.Function, call: relax.Call) -> Value:

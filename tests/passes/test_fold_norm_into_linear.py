@@ -14,10 +14,12 @@ from canonical import data, module
 from crossloom.numerics import REASSOCIATES, worst_error
 from crossloom.passes.canonicalize_transformer import CanonicalizeTransformer
 from crossloom.passes.fold_norm_into_linear import FoldNormIntoLinear
+from crossloom.passes.fuse_linear_epilogue import FuseLinearEpilogue
 from crossloom.passes.fuse_parallel_projections import FuseParallelProjections
 from crossloom.passes.lower_fused_linear import LowerFusedLinear
 from crossloom.targets import get_target
 from crossloom.testing import assert_pass_preserves, run_module
+from crossloom.verdict import Ledger
 from fused import calls, fused, layers
 
 op = relax.op
@@ -161,6 +163,33 @@ def test_refused_a_norm_over_several_axes():
         return emit(op.matmul(n, w))
 
     assert codes(build, [(2, 3, 4), (3, 4), (4, 6)]) == {"no-kernel"}
+
+
+def test_refused_a_norm_that_is_also_the_residual():
+    """A kernel does not have the normed rows to add: the region that adds them stays one of its own."""
+
+    def build(emit, x, g, w):
+        n = rms(emit, x, g)
+        return emit(op.add(n, emit(op.matmul(n, w))))
+
+    mod = module(build, [(3, 4), (4,), (4, 4)], ("decode",))
+    grown, _ = fused(mod, FuseLinearEpilogue())
+    assert calls(grown, "decode") == ["rms_norm", "fused_linear"]
+    with Ledger() as ledger:
+        assert FoldNormIntoLinear()(grown).same_as(grown)
+    assert [v.code for v in ledger] == ["no-kernel"]
+
+
+def test_refused_a_norm_in_front_of_a_region_that_norms():
+    def build(emit, x, g, h, w):
+        return emit(op.matmul(rms(emit, rms(emit, x, g), h), w))
+
+    mod = module(build, [(3, 4), (4,), (4,), (4, 6)], ("decode",))
+    once, _ = fused(mod, FoldNormIntoLinear())
+    assert calls(once, "decode") == ["rms_norm", "fused_linear"]
+    with Ledger() as ledger:
+        assert FoldNormIntoLinear()(once).same_as(once)
+    assert [v.code for v in ledger] == ["no-kernel"]
 
 
 @st.composite
