@@ -14,7 +14,7 @@ from crossloom.schedules.fused_sequence import Addend, Copy, Layer, Sequence
 from crossloom.verdict import refuse
 
 from ..matching.spelling import dims, dtype, either, same_dims, scalar
-from .parts import VIEWS, Bound, Operand, PartReader, Problem, row_sizes
+from .parts import VIEWS, Bound, Linear, Operand, PartReader, Problem, row_sizes
 from .views import number
 
 #: The composite's name.
@@ -358,4 +358,16 @@ def read_sequence(
     graph: Graph, root: relax.Expr, blocked: frozenset[relax.Var] = frozenset(), block: int | None = None
 ) -> SequenceRegion | None:
     """Return the sequence that a value of a graph is; see :class:`SequenceReader`."""
-    return SequenceReader(graph, blocked, block).read(root)
+    while (region := SequenceReader(graph, blocked, block).read(root)) is not None:
+        # What one part makes and another one reads (a lookup, and a layer of it) has to exist.
+        read = _reads(region.operands) & (region.inside - blocked)
+        if not read:
+            break
+        blocked |= read
+    return region
+
+
+def _reads(operands: Several[Operand]) -> set[relax.Expr]:
+    """Return the values that a kernel reads."""
+    plain = {o for o in operands if not isinstance(o, Linear)}
+    return plain.union(*(o.names.values() for o in operands if isinstance(o, Linear)))

@@ -83,3 +83,21 @@ def test_other_types_are_no_sequence(dtype):
         return op.concat([x, lookup(e, table, ids)], 1)
 
     assert read(emit, [((1, F, 8), dtype), ((1, N), "int64"), ((11, 8), dtype)], 2) is None
+
+
+def test_what_one_part_makes_and_another_reads_is_taken_as_it_is():
+    """A lookup beside a layer of it, and a sequence that is added to itself, have to exist to be read."""
+
+    def emit(e, image, ids, w, table):
+        rows = lookup(e, table, ids)
+        return op.concat([rows, lookup(e, table, ids), linear(e, rows, w)], 1)
+
+    found = read(emit, [(1, F, 8), ((1, N), "int64"), (8, 8), (11, 8)], 2)
+    assert [type(p.source) for p in found.spec.parts] == [Copy, Lookup, Product]
+    assert not any(isinstance(o, relax.Var) and o in found.inside for o in found.operands)
+
+    def doubled(e, image, ids, table):
+        both = e(op.concat([image, lookup(e, table, ids)], 1))
+        return op.add(both, both)
+
+    assert read(doubled, [(1, F, 8), ((1, N), "int64"), (11, 8)], 2) is None
