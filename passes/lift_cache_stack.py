@@ -23,6 +23,7 @@ from crossloom.rewrite import Graph, Match, Rule, Site, rewrite_pass
 from crossloom.verdict import Verdict, accept, refuse
 
 from .matching.spelling import dims, fields_of, interior, same_dims, scalar, sizes
+from .regions.views import constants
 
 _NAME = "lift-cache-stack"
 _UNITS = ("relax.expand_dims", "relax.reshape", "relax.squeeze")
@@ -49,9 +50,9 @@ def _layer(graph: Graph, expr: relax.Expr) -> tuple[relax.Expr, int] | None:
     cut = graph.call(inner, "relax.strided_slice") if inner is not None else None
     if cut is None:
         return None
-    bounds = [[int(v) for v in getattr(arg, "fields", ())] for arg in cut.args[1:4]]
-    whole = bounds[0] == [0] and len(bounds[1]) == 1 and bounds[2] == [bounds[1][0] + 1]
-    return (cut.args[0], bounds[1][0]) if whole else None
+    axes, begins, ends = (constants(arg) for arg in cut.args[1:4])
+    whole = axes == [0] and begins is not None and len(begins) == 1 and ends == [begins[0] + 1]
+    return (cut.args[0], begins[0]) if whole and begins is not None else None
 
 
 def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:

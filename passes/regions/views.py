@@ -172,14 +172,15 @@ def _picked(view: View, call: relax.Call) -> View | None:
     return cut if places.ndim else cut.without((axis,))
 
 
-def _ints(value: relax.Expr) -> list[int] | None:
+def constants(value: relax.Expr) -> list[int] | None:
+    """Return the numbers of a tuple, None where one is symbolic."""
     fields = getattr(value, "fields", ())
     numbers = [int(f) for f in fields if isinstance(f, tirx.IntImm)]
     return numbers if len(numbers) == len(fields) else None
 
 
 def _sliced(view: View, call: relax.Call) -> View | None:
-    parts = [_ints(arg) for arg in call.args[1:]]
+    parts = [constants(arg) for arg in call.args[1:]]
     if any(part is None for part in parts) or len(parts) < 3:
         return None
     axes, begins, ends = parts[:3]

@@ -146,3 +146,12 @@ def stacks(draw):
 
 def test_it_preserves_stacks():
     assert_pass_preserves(LiftCacheStack(), stacks(), numerics=EXACT, max_examples=15)
+
+
+def test_slices_up_to_a_symbolic_size_are_no_layers():
+    def cut(emit, past, layer):
+        until = past.ty.shape[3]
+        part = emit(op.strided_slice(past, [0, 3], [layer, 0], [layer + 1, until]))
+        return emit(op.squeeze(part, [0]))
+
+    assert code(module(lines(cut))) == []
