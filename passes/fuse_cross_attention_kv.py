@@ -28,6 +28,7 @@ from crossloom.verdict import Verdict, accept, refuse
 
 from .matching.cross_attention import LINEAR, Projection, cross_projections
 from .matching.spelling import dtype, sizes
+from .regions.growth import bytes_of
 from .regions.linear import LINEAR_REGION, kernel_takes
 
 _NAME = "fuse-cross-attention-kv"
@@ -94,8 +95,7 @@ def _worth(m: Match) -> Verdict:
         detail = (
             f"{macs} multiply-accumulates of an input are computed again in every call; split_cross_kv does so once"
         )
-    again = (len(layers) - 1) * math.prod(s or 0 for s in shape) * tvm.DataType(dtype(states)).bits // 8
-    return accept(detail=detail, bytes_saved=again, macs=macs)
+    return accept(detail=detail, bytes_saved=(len(layers) - 1) * bytes_of(states.ty), macs=macs)
 
 
 def FuseCrossAttentionKV() -> tvm.transform.Pass:

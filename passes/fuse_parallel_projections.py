@@ -26,6 +26,7 @@ from crossloom.rewrite import Graph, GroupRule, Match, composite_name, group_pas
 from crossloom.verdict import Verdict, accept, refuse
 
 from .matching.spelling import dtype, sizes
+from .regions.growth import bytes_of
 from .regions.linear import LINEAR_REGION
 
 _NAME = "fuse-parallel-projections"
@@ -65,8 +66,7 @@ def _worth(m: Match) -> Verdict:
     """
     depth = (sizes(m["x"]) or [0])[-1] or 0
     columns = sum(math.prod(s or 0 for s in sizes(v) or [0]) for v in m.interior)
-    again = (len(m.interior) - 1) * math.prod(s or 0 for s in sizes(m["x"]) or [0])
-    return accept(bytes_saved=again * tvm.DataType(dtype(m["x"])).bits // 8, macs=columns * depth)
+    return accept(bytes_saved=(len(m.interior) - 1) * bytes_of(m["x"].ty), macs=columns * depth)
 
 
 def FuseParallelProjections() -> tvm.transform.Pass:

@@ -16,8 +16,6 @@ Linear in the module's size.
 
 from __future__ import annotations
 
-import math
-
 import tvm
 from tvm import ir, relax
 
@@ -27,8 +25,9 @@ from crossloom.rewrite import Graph, GroupRule, Match, group_pass
 from crossloom.rewrite.grouping import outputs_of
 from crossloom.verdict import Verdict, accept, refuse
 
-from .matching.spelling import dims, dtype, scalar, sizes
+from .matching.spelling import dims, scalar, sizes
 from .regions.gate import GATE_REGION, read_gate
+from .regions.growth import bytes_of
 from .regions.likeness import cosine_of
 from .regions.linear import NoKernel
 from .regions.views import number
@@ -206,7 +205,7 @@ def _worth(m: Match) -> Verdict:
     """Return what is saved: every vector in between would have been written and read once more."""
     outside = outputs_of(m)
     between = [v for v in m.interior if not any(v.same_as(o) for o in outside)]
-    saved = sum(math.prod(s or 0 for s in sizes(v) or [0]) * tvm.DataType(dtype(v)).bits // 8 for v in between)
+    saved = sum(bytes_of(v.ty) for v in between)
     return accept(bytes_saved=2 * saved)
 
 

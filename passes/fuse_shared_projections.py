@@ -41,7 +41,8 @@ from crossloom.rewrite import (
 from crossloom.rewrite.driver import graphs_of, root_name
 from crossloom.verdict import Ledger, Verdict, accept, refuse
 
-from .matching.spelling import dtype, sizes
+from .matching.spelling import dtype, first_name, results_of, sizes
+from .regions.growth import bytes_of
 
 _NAME = "fuse-shared-projections"
 _LINEAR = "crossloom.linear"
@@ -113,16 +114,12 @@ def _legal(m: Match) -> Verdict:
     return accept()
 
 
-def _bytes(exprs: Sequence[relax.Expr]) -> int:
-    return sum(math.prod(s or 0 for s in sizes(e) or [0]) * tvm.DataType(dtype(e)).bits // 8 for e in exprs)
-
-
 def _worth(m: Match) -> Verdict:
     """Return what is saved: weights read again, less rows and results that are written and read once more."""
     graph, values = m.graph, m.facts["values"]
-    weights = _bytes([arg for var in m.interior for arg in graph.value[var].args[1:]])
+    weights = sum(bytes_of(arg.ty) for var in m.interior for arg in graph.value[var].args[1:])
     again = weights - weights // len(values)
-    copied = 2 * (_bytes(values) + _bytes(list(m.interior)))
+    copied = 2 * sum(bytes_of(expr.ty) for expr in (*values, *m.interior))
     if again <= copied:
         return refuse(
             "copies-cost-more",
@@ -160,17 +157,8 @@ def _apply(site: Site) -> relax.Expr:
             part = builder.emit(relax.TupleGetItem(parts, i))
             shape = sizes(uses[x]) or []
             results[uses[x]] = part if len(shape) == 2 else builder.emit(relax.op.reshape(part, shape))
-    body = graph.resolve(callee.body.body)
-    fields = list(body.fields) if isinstance(body, relax.Tuple) else [callee.body.body]
-    found = [results[_origin(graph, field)] for field in fields]
+    found = [results[first_name(graph, field)] for field in results_of(graph)]
     return found[0] if len(found) == 1 else relax.Tuple(found)
-
-
-def _origin(graph: Graph, var: relax.Expr) -> relax.Var:
-    """Return the binding that another name stands for."""
-    while isinstance(graph.value[var], relax.Var):
-        var = graph.value[var]
-    return var
 
 
 def _linear(site: Site, layout: str, rows: relax.Expr, operands: Sequence[relax.Expr]) -> relax.Call:

@@ -22,7 +22,7 @@ from crossloom.rewrite import Graph, Site
 from crossloom.schedules.machine import Machine
 from crossloom.schedules.semantic_gate import kernel
 
-from .matching.spelling import dims
+from .matching.spelling import dims, results_of
 from .regions.gate import GATE_REGION, GateRegion, read_gate
 from .regions.linear import NoKernel
 from .regions.lowering import Outer, lowering_pass
@@ -32,9 +32,7 @@ _NAME = "lower-fused-gate"
 
 
 def _read(graph: Graph) -> GateRegion:
-    body = graph.func.body.body
-    whole = graph.resolve(body)
-    results = list(whole.fields) if isinstance(whole, relax.Tuple) else [body]
+    results = results_of(graph)
     widths = [number((dims(r) or [0])[-1]) for r in results]
     width = max((w for w in widths if isinstance(w, int)), default=0)
     members = frozenset(v for v in graph.order if not isinstance(graph.value[v], relax.Tuple))

@@ -81,6 +81,20 @@ def fields_of(graph: Graph, expr: relax.Expr) -> list[relax.Expr]:
     return list(getattr(graph.resolve(expr), "fields", ()))
 
 
+def results_of(graph: Graph) -> list[relax.Expr]:
+    """Return what a function returns; the fields of a tuple one by one."""
+    body = graph.func.body.body
+    whole = graph.resolve(body)
+    return list(whole.fields) if isinstance(whole, relax.Tuple) else [body]
+
+
+def first_name(graph: Graph, expr: relax.Expr) -> relax.Expr:
+    """Return the name under which a value is made, where ``expr`` is another one of it."""
+    while isinstance(expr, relax.Var) and isinstance(value := graph.value.get(expr), relax.Var):
+        expr = value
+    return expr
+
+
 def is_weight(graph: Graph, expr: relax.Expr) -> bool:
     """Return whether a value is a constant or a parameter behind the inputs (all, where ``num_input`` is absent)."""
     value = graph.resolve(expr)

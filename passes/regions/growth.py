@@ -131,8 +131,10 @@ def with_table_views(graph: Graph, members: Collection[relax.Var]) -> frozenset[
 
 
 def bytes_of(ty: relax.Type) -> int:
-    """Return the size of a tensor or a tuple of them, 0 where a dimension is symbolic."""
+    """Return the size of a tensor or a tuple of them, 0 where a dimension is symbolic or the shape unknown."""
     if isinstance(ty, relax.TupleType):
         return sum(bytes_of(field) for field in ty.fields)
-    static = [int(d) if isinstance(d, tirx.IntImm) else 0 for d in ty.shape or ()]
+    if not isinstance(ty.shape, relax.ShapeExpr):
+        return 0
+    static = [int(d) if isinstance(d, tirx.IntImm) else 0 for d in ty.shape]
     return math.prod(static) * (tvm.DataType(str(ty.dtype)).bits // 8)

@@ -9,7 +9,7 @@ from tvm import relax, tirx
 from crossloom.rewrite import Graph, composite_attrs, composite_name
 from crossloom.schedules.fused_linear import Norm
 
-from ..matching.spelling import dims, dtype, same_dims, scalar
+from ..matching.spelling import dims, dtype, results_of, same_dims, scalar
 from .columns import (
     ACTIVATED,
     ADDED,
@@ -343,11 +343,8 @@ class Reader:
 
     def results(self) -> list[Columns]:
         """Return what the region returns."""
-        body = self.graph.func.body.body
-        whole = self.graph.resolve(body)
-        fields = list(whole.fields) if isinstance(whole, relax.Tuple) else [body]
         out = []
-        for expr in fields:
+        for expr in results_of(self.graph):
             found = self.columns(expr)
             if found is None:
                 raise NoKernel(f"{getattr(expr, 'name', '')}: a result that no linear layer made")

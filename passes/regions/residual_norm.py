@@ -11,7 +11,7 @@ from crossloom.rewrite import Graph, composite_attrs, composite_name
 from crossloom.schedules.fused_linear import Norm
 from crossloom.schedules.residual_norm import Follows, ResidualNorm
 
-from ..matching.spelling import dims, dtype, same_dims, sizes
+from ..matching.spelling import dims, dtype, first_name, results_of, same_dims, sizes
 from .linear import NoKernel
 from .views import number
 
@@ -74,36 +74,22 @@ def _norm(graph: Graph, var: relax.Var, depth: int, allowed: set[str]) -> tuple[
     return Norm(name, epsilon, "weight" in parts, "bias" in parts, *kinds), operands
 
 
-def _results(graph: Graph) -> list[relax.Expr]:
-    body = graph.func.body.body
-    whole = graph.resolve(body)
-    fields = list(whole.fields) if isinstance(whole, relax.Tuple) else [body]
-    return [_alias(graph, field) for field in fields]
-
-
 def _uncast(graph: Graph, expr: relax.Expr) -> relax.Expr:
     """Return what a result was rounded from."""
     call = graph.call(expr, "relax.astype")
-    return expr if call is None else _alias(graph, call.args[0])
-
-
-def _alias(graph: Graph, expr: relax.Expr) -> relax.Expr:
-    """Return the first name of a value."""
-    while isinstance(expr, relax.Var) and isinstance(value := graph.value.get(expr), relax.Var):
-        expr = value
-    return expr
+    return expr if call is None else first_name(graph, call.args[0])
 
 
 def _normed(graph: Graph) -> tuple[relax.Expr, tuple[relax.Expr, ...]]:
     """Return what is normed and the terms of the sum that it is; itself where there is no sum in the region."""
     for var in graph.order:
         if (call := graph.call(var, "relax.add")) is not None:
-            return _alias(graph, var), tuple(call.args)
+            return first_name(graph, var), tuple(call.args)
     calls = (graph.value[var] for var in graph.order if graph.callee(var) is not None)
     first = next((call for call in calls if isinstance(call, relax.Call)), None)
     if first is None:
         raise NoKernel("neither a sum nor a norm in the region")
-    given = _alias(graph, first.args[0])
+    given = first_name(graph, first.args[0])
     if given in graph.value:
         raise NoKernel(f"{getattr(given, 'name', '')}: a norm of a value made in the region")
     return given, (given,)
@@ -132,14 +118,14 @@ def read_residual_norm(graph: Graph) -> ResidualNormRegion:
     rows = tuple(number(extent) for extent in shape[:-1])
     if any(not isinstance(extent, (int, tirx.Var)) for extent in rows):
         raise NoKernel(f"{name}: rows of a composed size")
-    results = _results(graph)
+    results = [first_name(graph, result) for result in results_of(graph)]
     keeps_sum = len(terms) > 1 and bool(results) and results[0].same_as(total)
     norms, weights, types = [], [], []
     statistics = "float64" if kind == "float64" else "float32"
     for result in results[1:] if keeps_sum else results:
         var = _uncast(graph, result)
         call = graph.value.get(var) if isinstance(var, relax.Var) else None
-        if not isinstance(call, relax.Call) or not call.args or not _alias(graph, call.args[0]).same_as(total):
+        if not isinstance(call, relax.Call) or not call.args or not first_name(graph, call.args[0]).same_as(total):
             raise NoKernel(f"{getattr(var, 'name', '')}: a result that is no norm of {name}")
         norm, operands = _norm(graph, var, depth, {kind, statistics})
         if dtype(result) not in (kind, statistics):
