@@ -7,7 +7,8 @@ The products are of weights alone and computed once when a model is built.
 
 Fires for a factor of as many values as the layer has outputs (leading axes of size 1 allowed), a parameter behind the
 inputs or a constant: LayerScale of DINOv2 and CaiT.
-Never where the layer's result is read elsewhere, nor for weights of another type than the factor or of symbolic size.
+Never where the layer's result is read elsewhere, nor for weights of another type than the factor or of symbolic size,
+nor for float16 unless the factor is a constant that leaves weights in that type's range.
 
 Numerics: reassociates (weights are rounded once after they are multiplied).  Linear in the module's size.
 Source: Touvron et al. 2021 (arXiv 2103.17239).
@@ -15,6 +16,7 @@ Source: Touvron et al. 2021 (arXiv 2103.17239).
 
 from __future__ import annotations
 
+import numpy as np
 import tvm
 from tvm import relax
 
@@ -32,10 +34,12 @@ from crossloom.rewrite import (
 )
 from crossloom.verdict import Verdict, accept, refuse
 
-from .matching.spelling import dims, dtype, either, is_weight, same_dims, sizes
+from .matching.spelling import dims, dtype, either, is_constant, is_weight, same_dims, sizes
 
 _NAME = "fold-scale-into-linear"
 _LINEAR = "crossloom.linear"
+#: float16 weights of usual size (some hundredths) times this are still of full precision.
+_SMALLEST = 2.0**-6
 
 
 def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
@@ -62,7 +66,17 @@ def _legal(m: Match) -> Verdict:
         return refuse("not-one-per-output", getattr(m["scale"], "name", ""), "it differs from row to row")
     if (sizes(m["scale"]) or [None])[-1] is None:
         return refuse("outputs-of-symbolic-number", getattr(m["scale"], "name", ""))
+    if dtype(m.root) == "float16" and not _keeps_half(m.graph.resolve(m["scale"])):
+        return refuse("half-precision-factor-unknown", getattr(m["scale"], "name", ""), "weights might lose their bits")
     return accept()
+
+
+def _keeps_half(scale: relax.Expr) -> bool:
+    """Return whether a factor is known to leave float16 weights in that type's range (LayerScale begins at 1e-5)."""
+    if not is_constant(scale):
+        return False
+    size = np.abs(scale.value.numpy().astype("float64"))
+    return bool(np.all((size == 0) | ((size >= _SMALLEST) & (size <= 1 / _SMALLEST))))
 
 
 def _replace(site: Site) -> relax.Expr:

@@ -134,3 +134,17 @@ def test_outputs_of_symbolic_number_are_refused():
         lambda emit, x, w, s: emit(op.multiply(emit(op.matmul(x, w)), s)), [(5, 4), (4, count), (count,)], "vision"
     )
     assert code(CanonicalizeTransformer()(given)) == ["outputs-of-symbolic-number"]
+
+
+@pytest.mark.parametrize(("factor", "codes"), [(0.5, ["fired"]), (1e-5, ["half-precision-factor-unknown"])])
+def test_float16_weights_keep_their_bits(factor, codes):
+    known = relax.const(np.full((6,), factor), "float16")
+    lines_of = lambda emit, x, w: emit(op.multiply(emit(op.matmul(x, w)), known))
+    given = CanonicalizeTransformer()(function(lines_of, [(5, 4), (4, 6)], "vision", "float16"))
+    with Ledger() as ledger:
+        FoldScaleIntoLinear()(given)
+    assert [v.code for v in ledger] == codes
+
+
+def test_a_float16_factor_that_is_not_known_is_refused():
+    assert code(module(lines(), dtype="float16")) == ["half-precision-factor-unknown"]
