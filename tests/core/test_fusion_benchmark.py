@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 from tvm import relax, tirx
 
-from benchmarks import fusion, fusion_speed
-from benchmarks.fusion_count import count, unfused
-from benchmarks.fusion_files import read_model, write_model
-from benchmarks.fusion_models import Source, Unavailable
 from canonical import function
+from checkout import benchmark
 from crossloom.importers.signature import entry_of
 from crossloom.model import Model
 from crossloom.targets import get_target
 from crossloom.testing import run_module
+
+fusion, fusion_speed = benchmark("fusion"), benchmark("fusion_speed")
+count, unfused = benchmark("fusion_count").count, benchmark("fusion_count").unfused
+read_model, write_model = benchmark("fusion_files").read_model, benchmark("fusion_files").write_model
+Source, Unavailable = benchmark("fusion_models").Source, benchmark("fusion_models").Unavailable
 
 op = relax.op
 D, FFN, ROWS = 32, 64, 5
