@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from tvm import ir, tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from .activations import BINARY, UNARY
 from .elementary import vectorizable_math
+from .loops import unravel
 from .machine import Machine
 from .steps import ASSUMED_EXTENT, CHUNK_REGISTERS, COSTLY, MOVED, PARALLEL_MIN_WORK
+from .writing import argument, cast, sum_dtype, writing
 
 Expr: TypeAlias = ir.Expr
 Extent: TypeAlias = int | Expr
@@ -86,7 +87,7 @@ def chain_kernel(
     unknown = [name for name in operators if name not in BINARY and name not in UNARY]
     if unknown or len(operands) != wanted:
         raise ValueError(f"operators {list(operators)} take {wanted} operands, not {len(operands)}; unknown: {unknown}")
-    inner = "float64" if dtype == "float64" else "float32"
+    inner = sum_dtype(dtype)
     whole = [not s or all(_is_one(e) for e in s) or _same(s, shape) for s in operands]
     flat = all(whole)
     axes: list[Extent] = [math.prod(shape)] if flat else list(shape)
@@ -96,19 +97,16 @@ def chain_kernel(
             step //= 2
     size = math.prod(e if isinstance(e, int) else ASSUMED_EXTENT for e in shape)
     each = MOVED + sum(COSTLY if name in UNARY else 1 for name in operators)
-    with IRBuilder() as builder:
-        with T.prim_func(private=True):
-            T.func_name("chain")
-            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True, "op_pattern": 8})
-            names = ["x", *(f"operand{i}" for i in range(wanted)), "y"]
-            shapes = [shape, *operands, shape]
-            given = [T.arg(n, T.buffer(tuple(s), dtype, layout=None)) for n, s in zip(names, shapes)]
-            if flat:
-                given = [
-                    T.decl_buffer(tuple(axes) if _same(s, shape) else (1,), dtype, data=b.data, layout=None)
-                    for b, s in zip(given, shapes)
-                ]
-            _write(operators, given, axes, step, size * each // machine.lanes(inner) >= PARALLEL_MIN_WORK, inner)
+    with writing("chain") as builder:
+        names = ["x", *(f"operand{i}" for i in range(wanted)), "y"]
+        shapes = [shape, *operands, shape]
+        given = [argument(n, s, dtype) for n, s in zip(names, shapes)]
+        if flat:
+            given = [
+                T.decl_buffer(tuple(axes) if _same(s, shape) else (1,), dtype, data=b.data, layout=None)
+                for b, s in zip(given, shapes)
+            ]
+        _write(operators, given, axes, step, size * each // machine.lanes(inner) >= PARALLEL_MIN_WORK, inner)
     return vectorizable_math(builder.get())
 
 
@@ -129,26 +127,20 @@ def _write(
     x, *operands, y = given
 
     def emit(row: Expr, column: Expr) -> None:
-        at: list[Expr] = [column]
-        for extent in reversed(axes[:-1]):
-            # At most one index, or none at all: nothing to divide by.
-            single = isinstance(extent, int) and extent <= 1
-            at.insert(0, tirx.const(0, "int32") if single else tirx.floormod(row, extent))
-            row = row if single else tirx.floordiv(row, extent)
+        at = [*unravel(row, axes[:-1]), column]
 
         def load(buffer: Any) -> Expr:
             shape = list(buffer.shape)
             places = at[len(at) - len(shape) :]
             one = [isinstance(e, (int, tirx.IntImm)) and int(e) == 1 for e in shape]
             index = [tirx.const(0, "int32") if single else place for single, place in zip(one, places)]
-            value = buffer[tuple(index)]
-            return value if str(value.ty.dtype).split("x")[0] == inner else value.astype(inner)
+            return cast(buffer[tuple(index)], inner)
 
         rest = iter(operands)
         value = load(x)
         for name in operators:
             value = BINARY[name](value, load(next(rest))) if name in BINARY else UNARY[name](value)
-        T.buffer_store(y, value if str(y.dtype) == inner else value.astype(str(y.dtype)), at)
+        T.buffer_store(y, cast(value, str(y.dtype)), at)
 
     rows = math.prod(axes[:-1]) if len(axes) > 1 else 1
     _loops(rows, axes[-1] if axes else 1, step, parallel, emit)

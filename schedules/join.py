@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from tvm import ir, tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from .machine import Machine
 from .steps import MOVED, PARALLEL_MIN_WORK
+from .writing import argument, spread, writing
 
 Extent: TypeAlias = int | ir.Expr
 
@@ -65,23 +65,16 @@ def kernel(joins: Sequence[Join], machine: Machine) -> tirx.PrimFunc:
     tvm.tirx.PrimFunc
         Marked as scheduled, so that no rule touches it.
     """
-    with IRBuilder() as builder:
-        with T.prim_func(private=True):
-            T.func_name("join")
-            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True, "op_pattern": 8})
-            parts = [
-                [_argument(f"part{i}_{j}", shape, join.dtype) for j, shape in enumerate(join.parts)]
-                for i, join in enumerate(joins)
-            ]
-            results = [_argument(f"result{i}", join.shape, join.dtype) for i, join in enumerate(joins)]
-            # All arguments come before the first alias.
-            for join, given, result in zip(joins, parts, results):
-                _copy(join, given, result, machine)
+    with writing("join") as builder:
+        parts = [
+            [argument(f"part{i}_{j}", shape, join.dtype) for j, shape in enumerate(join.parts)]
+            for i, join in enumerate(joins)
+        ]
+        results = [argument(f"result{i}", join.shape, join.dtype) for i, join in enumerate(joins)]
+        # All arguments come before the first alias.
+        for join, given, result in zip(joins, parts, results):
+            _copy(join, given, result, machine)
     return builder.get()
-
-
-def _argument(name: str, shape: Sequence[Extent], dtype: str) -> Any:
-    return T.arg(name, T.buffer(tuple(shape), dtype, layout=None))
 
 
 def _copy(join: Join, parts: Sequence[Any], result: Any, machine: Machine) -> None:
@@ -101,14 +94,4 @@ def _copy(join: Join, parts: Sequence[Any], result: Any, machine: Machine) -> No
                     T.buffer_store(whole, source[row, k], [row, offset + k])
             offset = offset + size
 
-    least = PARALLEL_MIN_WORK * machine.lanes(join.dtype) // MOVED
-    work = blocks * width
-    if isinstance(work, int):
-        with T.parallel(blocks) if work >= least else T.serial(blocks) as row:
-            block(row)
-        return
-    with T.If(work >= least):
-        with T.Then(), T.parallel(blocks) as row:
-            block(row)
-        with T.Else(), T.serial(blocks) as row:
-            block(row)
+    spread(blocks, blocks * width >= PARALLEL_MIN_WORK * machine.lanes(join.dtype) // MOVED, block)

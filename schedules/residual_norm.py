@@ -10,18 +10,18 @@ sum by itself would be; statistics are float32 then.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from tvm import ir, tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from .fused_linear import Norm
 from .loops import along, sum_along, unravel
 from .machine import Machine
 from .steps import MOVED, PARALLEL_MIN_WORK
+from .writing import argument, cast, spread, sum_dtype, writing
 
 Expr: TypeAlias = ir.Expr
 #: Which axis of the sum each dimension of an operand follows, None where the operand is stretched along it.
@@ -66,17 +66,12 @@ class ResidualNorm:
     @property
     def sum_dtype(self) -> str:
         """The type statistics are kept in."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return sum_dtype(self.dtype)
 
     def shape(self, follows: Follows) -> list[int | tirx.Expr]:
         """Return the shape of an operand."""
         extents = (*self.rows, self.depth)
         return [1 if axis is None else extents[axis] for axis in follows]
-
-
-def _cast(value: Expr, dtype: str) -> Expr:
-    """Return a value, or a vector, of another element type."""
-    return value if str(value.ty.dtype).split("x")[0] == dtype else value.astype(dtype)
 
 
 class _Writer:
@@ -86,11 +81,11 @@ class _Writer:
         self.spec, self.lanes = spec, lanes
         self.rows: int | Expr = math.prod(spec.rows) if spec.rows else 1
         whole = (*spec.rows, spec.depth)
-        terms = [self._argument(f"term{i}", spec.shape(f), spec.dtype) for i, f in enumerate(spec.terms)]
+        terms = [argument(f"term{i}", spec.shape(f), spec.dtype) for i, f in enumerate(spec.terms)]
         self.weights = [self._affine(i, norm) for i, norm in enumerate(spec.norms)]
-        kept = [self._argument("sum", whole, spec.dtype)] if spec.keeps_sum else []
+        kept = [argument("sum", whole, spec.dtype)] if spec.keeps_sum else []
         types = spec.types or (spec.dtype,) * len(spec.norms)
-        results = [self._argument(f"result{i}", whole, dtype) for i, dtype in enumerate(types)]
+        results = [argument(f"result{i}", whole, dtype) for i, dtype in enumerate(types)]
         # All arguments come before the first alias.
         self.results = [self._by_row(result) for result in results]
         if len(terms) == 1:
@@ -100,15 +95,11 @@ class _Writer:
             self.sum = self._by_row(kept[0]) if kept else self.results[-1]
             self.left, self.right = (self._operand(term, follows) for term, follows in zip(terms, spec.terms))
 
-    @staticmethod
-    def _argument(name: str, shape: Sequence[int | Expr], dtype: str) -> Any:
-        return T.arg(name, T.buffer(tuple(shape), dtype, layout=None))
-
     def _affine(self, number: int, norm: Norm) -> tuple[Any, Any]:
         """Declare a norm's weight and bias, those that are there."""
         shape, dtype = (self.spec.depth,), norm.dtype or self.spec.dtype
-        weight = self._argument(f"weight{number}", shape, dtype) if norm.weight else None
-        return weight, self._argument(f"bias{number}", shape, dtype) if norm.bias else None
+        weight = argument(f"weight{number}", shape, dtype) if norm.weight else None
+        return weight, argument(f"bias{number}", shape, dtype) if norm.bias else None
 
     def _by_row(self, buffer: Any) -> Any:
         return T.decl_buffer((self.rows, self.spec.depth), buffer.dtype, data=buffer.data, layout=None)
@@ -126,22 +117,13 @@ class _Writer:
         return stretched
 
     def _load(self, buffer: Any, *indices: Expr) -> Expr:
-        return _cast(buffer[tuple(indices)], self.spec.sum_dtype)
+        return cast(buffer[tuple(indices)], self.spec.sum_dtype)
 
     def write(self) -> None:
         """Go over the rows, on all threads where that is worth waking them."""
         spec = self.spec
         row_work = (2 + len(spec.norms)) * MOVED * spec.depth // self.lanes + 1
-        least = -(-PARALLEL_MIN_WORK // row_work)
-        if isinstance(self.rows, int):
-            with T.parallel(self.rows) if self.rows >= least else T.serial(self.rows) as row:
-                self._row(row)
-            return
-        with T.If(self.rows >= least):
-            with T.Then(), T.parallel(self.rows) as row:
-                self._row(row)
-            with T.Else(), T.serial(self.rows) as row:
-                self._row(row)
+        spread(self.rows, self.rows >= -(-PARALLEL_MIN_WORK // row_work), self._row)
 
     def _row(self, row: Expr) -> None:
         spec, sums = self.spec, self.spec.sum_dtype
@@ -150,8 +132,8 @@ class _Writer:
             if len(spec.terms) == 1:
                 return
             # The norms are of the sum as it is rounded, wherever it is kept.
-            rounded = _cast(self.left(row, k) + self.right(row, k), spec.dtype)
-            T.buffer_store(self.sum, _cast(rounded, str(self.sum.dtype)), [row, k])
+            rounded = cast(self.left(row, k) + self.right(row, k), spec.dtype)
+            T.buffer_store(self.sum, cast(rounded, str(self.sum.dtype)), [row, k])
 
         def value(k: Expr) -> Expr:
             return self._load(self.sum, row, k)
@@ -179,7 +161,7 @@ class _Writer:
                 out = (value(k) if centre is None else value(k) - centre) * factor
                 out = out if weight is None else out * self._load(weight, k)
                 out = out if bias is None else out + self._load(bias, k)
-                T.buffer_store(result, _cast(out, str(result.dtype)), [row, k])
+                T.buffer_store(result, cast(out, str(result.dtype)), [row, k])
 
         along(spec.depth, self.lanes, norms)
 
@@ -197,9 +179,6 @@ def kernel(spec: ResidualNorm, machine: Machine) -> tirx.PrimFunc:
     tvm.tirx.PrimFunc
         Takes and returns through its arguments; marked as scheduled, so that no rule touches it.
     """
-    with IRBuilder() as builder:
-        with T.prim_func(private=True):
-            T.func_name("residual_norm")
-            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True, "op_pattern": 8})
-            _Writer(spec, machine.lanes(spec.sum_dtype)).write()
+    with writing("residual_norm") as builder:
+        _Writer(spec, machine.lanes(spec.sum_dtype)).write()
     return builder.get()

@@ -8,18 +8,19 @@ what that makes of 0); and a second time, from the first-level cache, for the su
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from tvm import ir, tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from .activations import BINARY, UNARY
 from .elementary import vectorizable_math
 from .loops import along, unravel
 from .machine import Machine
 from .steps import ASSUMED_EXTENT, MOVED, PARALLEL_MIN_WORK
+from .writing import argument, cast, sum_dtype, writing
 
 Expr: TypeAlias = ir.Expr
 Size: TypeAlias = int | tirx.Expr
@@ -123,27 +124,11 @@ class Gate:
     @property
     def sum_dtype(self) -> str:
         """The type sums are kept in."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return sum_dtype(self.dtype)
 
 
-_BINARY: dict[str, Callable[[Expr, Expr], Expr]] = {
-    "add": lambda a, b: a + b,
-    "subtract": lambda a, b: a - b,
-    "multiply": lambda a, b: a * b,
-    "divide": lambda a, b: a / b,
-    "maximum": tirx.max,
-    "minimum": tirx.min,
-    "power": tirx.power,
-}
-_UNARY: dict[str, Callable[[Expr], Expr]] = {
-    "sqrt": tirx.sqrt,
-    "rsqrt": lambda a: tirx.const(1.0, str(a.ty.dtype)) / tirx.sqrt(a),
-    "sigmoid": tirx.sigmoid,
-    "exp": tirx.exp,
-    "tanh": tirx.tanh,
-    "abs": tirx.abs,
-    "negative": lambda a: tirx.const(0.0, str(a.ty.dtype)) - a,
-}
+_BINARY = {**BINARY, "power": tirx.power}
+_UNARY = {name: UNARY[name] for name in ("sqrt", "rsqrt", "sigmoid", "exp", "tanh", "abs", "negative")}
 #: Functions of numbers that a kernel knows.
 FUNCTIONS = frozenset((*_BINARY, *_UNARY))
 
@@ -159,13 +144,10 @@ class _Writer:
     def __init__(self, spec: Gate, machine: Machine) -> None:
         self.spec, self.sums = spec, spec.sum_dtype
         self.lanes = machine.lanes(self.sums)
-
-        def argument(name: str, shape: Sequence[Size]) -> Any:
-            return T.arg(name, T.buffer(tuple(shape), spec.dtype, layout=None))
-
-        self.operands = [argument(f"x{i}", operand.shape) for i, operand in enumerate(spec.operands)]
-        self.given = [argument(f"number{i}", (1,) * rank) for i, rank in enumerate(spec.given)]
-        self.results = [argument(f"result{i}", self._shape(result)) for i, result in enumerate(spec.results)]
+        dtype = spec.dtype
+        self.operands = [argument(f"x{i}", operand.shape, dtype) for i, operand in enumerate(spec.operands)]
+        self.given = [argument(f"number{i}", (1,) * rank, dtype) for i, rank in enumerate(spec.given)]
+        self.results = [argument(f"result{i}", self._shape(result), dtype) for i, result in enumerate(spec.results)]
         self.known: dict[Scalar, Expr] = {}
 
     def _shape(self, result: Result) -> tuple[Size, ...]:
@@ -175,13 +157,7 @@ class _Writer:
         zero = tirx.const(0, "int32")
         index = [zero if axis is None else at[axis] for axis in self.spec.operands[place].follows]
         index.append(lane)
-        return self._wide(self.operands[place][tuple(index)])
-
-    def _wide(self, value: Expr) -> Expr:
-        return value if str(value.ty.dtype).split("x")[0] == self.sums else value.astype(self.sums)
-
-    def _narrow(self, value: Expr) -> Expr:
-        return value if str(value.ty.dtype).split("x")[0] == self.spec.dtype else value.astype(self.spec.dtype)
+        return cast(self.operands[place][tuple(index)], self.sums)
 
     def sums_of(self, dots: Sequence[Dot], at: Sequence[Expr]) -> None:
         """Find sums of products of a row, all in one walk over it."""
@@ -221,7 +197,7 @@ class _Writer:
             return tirx.const(scalar.value, self.sums)
         if scalar not in self.known and isinstance(scalar, Given):
             buffer = self.given[scalar.place]
-            self.known[scalar] = T.bind(self._wide(buffer[(0,) * self.spec.given[scalar.place]]))
+            self.known[scalar] = T.bind(cast(buffer[(0,) * self.spec.given[scalar.place]], self.sums))
         if scalar not in self.known:
             assert isinstance(scalar, Apply)
             args = [self.number(arg) for arg in scalar.args]
@@ -235,7 +211,7 @@ class _Writer:
         for result, buffer in zip(spec.results, self.results):
             if result.number is not None:
                 index = [*at, *(tirx.const(0, "int32") for _ in range(result.units))]
-                T.buffer_store(buffer, self._narrow(self.number(result.number)), index)
+                T.buffer_store(buffer, cast(self.number(result.number), spec.dtype), index)
                 continue
             factors = [(place, self.number(factor), factor) for place, factor in result.terms]
 
@@ -245,7 +221,7 @@ class _Writer:
                     value = self._load(place, at, lane)
                     value = value if known == Number(1.0) else factor * value
                     total = value if total is None else total + value
-                T.buffer_store(buffer, self._narrow(total), [*at, lane])
+                T.buffer_store(buffer, cast(total, spec.dtype), [*at, lane])
 
             along(spec.width, self.lanes, emit)
 
@@ -266,18 +242,15 @@ def kernel(spec: Gate, machine: Machine) -> tirx.PrimFunc:
     numbers = [n for r in spec.results for n in ([f for _, f in r.terms] if r.number is None else [r.number])]
     dots = list(dict.fromkeys(d for n in numbers for d in dots_of(n)))
     fixed = [d for d in dots if all(f is None for i in (d.left, d.right) for f in spec.operands[i].follows)]
-    with IRBuilder() as builder:
-        with T.prim_func(private=True):
-            T.func_name("fused_gate")
-            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True, "op_pattern": 8})
-            writer = _Writer(spec, machine)
-            rows: Size = math.prod(spec.rows) if spec.rows else 1
-            count = rows if isinstance(rows, int) else ASSUMED_EXTENT
-            work = count * -(-spec.width // writer.lanes) * (len(dots) + MOVED * len(spec.results))
-            zero = [tirx.const(0, "int32")] * len(spec.rows)
-            writer.sums_of(fixed, zero)
-            with T.parallel(rows) if work >= PARALLEL_MIN_WORK else T.serial(rows) as row:
-                at = unravel(row, spec.rows)
-                writer.sums_of([d for d in dots if d not in fixed], at)
-                writer.row(at)
+    with writing("fused_gate") as builder:
+        writer = _Writer(spec, machine)
+        rows: Size = math.prod(spec.rows) if spec.rows else 1
+        count = rows if isinstance(rows, int) else ASSUMED_EXTENT
+        work = count * -(-spec.width // writer.lanes) * (len(dots) + MOVED * len(spec.results))
+        zero = [tirx.const(0, "int32")] * len(spec.rows)
+        writer.sums_of(fixed, zero)
+        with T.parallel(rows) if work >= PARALLEL_MIN_WORK else T.serial(rows) as row:
+            at = unravel(row, spec.rows)
+            writer.sums_of([d for d in dots if d not in fixed], at)
+            writer.row(at)
     return vectorizable_math(builder.get())

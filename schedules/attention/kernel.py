@@ -10,11 +10,10 @@ others, FlashAttention (arXiv 2205.14135, 2022).
 from __future__ import annotations
 
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
-from tvm.script.ir_builder import tirx as T
 
 from ..elementary import vectorizable_math
 from ..machine import Machine
+from ..writing import writing
 from .plan import plan
 from .rows import RowWriter
 from .spec import Spec
@@ -37,12 +36,9 @@ def kernel(spec: Spec, machine: Machine) -> tirx.PrimFunc:
         Takes and returns through its arguments, see :class:`Spec`; marked as scheduled, so that no rule touches it.
     """
     cut = plan(spec, machine)
-    with IRBuilder() as builder:
-        with T.prim_func(private=True):
-            T.func_name("fused_attention")
-            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True, "op_pattern": 8})
-            writer = _WRITERS[cut.mode](spec, cut)
-            # A module's sizes may leave nothing to do, and nothing to divide by.
-            if not any(isinstance(n, int) and n == 0 for n in (spec.batch, spec.heads, spec.queries)):
-                writer.write()
+    with writing("fused_attention") as builder:
+        writer = _WRITERS[cut.mode](spec, cut)
+        # A module's sizes may leave nothing to do, and nothing to divide by.
+        if not any(isinstance(n, int) and n == 0 for n in (spec.batch, spec.heads, spec.queries)):
+            writer.write()
     return vectorizable_math(builder.get())

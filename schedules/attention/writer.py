@@ -12,6 +12,7 @@ import numpy as np
 from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
 
+from ..writing import argument
 from .plan import Plan
 from .spec import Extent, Operand, Role, Spec
 
@@ -57,7 +58,7 @@ class Writer(ABC):
 
     @staticmethod
     def _argument(name: str, operand: Operand | None) -> Any:
-        return None if operand is None else T.arg(name, T.buffer(operand.shape, operand.dtype, layout=None))
+        return None if operand is None else argument(name, operand.shape, operand.dtype)
 
     @abstractmethod
     def write(self) -> None:

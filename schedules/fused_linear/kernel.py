@@ -15,13 +15,13 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from tvm import ir, tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from ..activations import activate
 from ..elementary import vectorizable_math
 from ..loops import along, sum_along, unravel
 from ..machine import Machine
+from ..writing import argument, cast, writing
 from .plan import Plan, plan
 from .spec import Dim, Norm, Output, Rotary, Spec, Turn
 
@@ -46,13 +46,13 @@ class _Writer:
         self.spec, self.cut, self.lanes = spec, cut, lanes
         self.rows: Expr | int = math.prod(spec.rows) if spec.rows else 1
         dtype, depth = spec.dtype, spec.depth
-        x = self._argument("x", (*spec.rows, depth), dtype)
+        x = argument("x", (*spec.rows, depth), dtype)
         norm = spec.norm
         self.norm = self._affine("", norm, depth)
         turn = spec.turn
         self.turn_tables = None if turn is None else self._tables("_x", turn, turn.rotary)
-        self.weight = self._argument("weight", (cut.groups, depth, cut.width), dtype)
-        self.bias = self._argument("bias", (cut.groups, cut.width), dtype) if spec.bias else None
+        self.weight = argument("weight", (cut.groups, depth, cut.width), dtype)
+        self.bias = argument("bias", (cut.groups, cut.width), dtype) if spec.bias else None
         self.norms_of_heads: list[tuple[Any, Any]] = []
         self.tables: list[list[Any] | None] = []
         self.residuals: list[Any] = []
@@ -62,10 +62,9 @@ class _Writer:
             self.tables.append(None if rotary is None else self._tables(str(i), output, rotary))
             added = output.residual
             shape = None if added is None else spec.shape(added, output)
-            self.residuals.append(None if shape is None else self._argument(f"residual{i}", shape, dtype))
+            self.residuals.append(None if shape is None else argument(f"residual{i}", shape, dtype))
         self.results = [
-            self._argument(f"result{i}", spec.shape(output.dims, output), dtype)
-            for i, output in enumerate(spec.outputs)
+            argument(f"result{i}", spec.shape(output.dims, output), dtype) for i, output in enumerate(spec.outputs)
         ]
         # All arguments come before the first alias.
         self.x = T.decl_buffer((self.rows, depth), dtype, data=x.data, layout=None)
@@ -73,16 +72,12 @@ class _Writer:
         self.factor: Any = None
         self.ready: Any = None
 
-    @staticmethod
-    def _argument(name: str, shape: Sequence[int | Expr], dtype: str) -> Any:
-        return T.arg(name, T.buffer(tuple(shape), dtype, layout=None))
-
     def _affine(self, name: str, norm: Norm | None, extent: int) -> tuple[Any, Any]:
         """Declare a norm's weight and bias, those that are there."""
         wanted = (False, False) if norm is None else (norm.weight, norm.bias)
         dtype = norm.dtype if norm is not None and norm.dtype else self.spec.dtype
         weight, bias = (
-            self._argument(f"norm_{part}{name}", (extent,), dtype) if there else None
+            argument(f"norm_{part}{name}", (extent,), dtype) if there else None
             for part, there in zip(("weight", "bias"), wanted)
         )
         return weight, bias
@@ -91,7 +86,7 @@ class _Writer:
         """Declare cos and sin of a rotation."""
         last = rotary.dim // 2 if rotary.half else rotary.dim
         return [
-            self._argument(f"{n}{name}", (*self.spec.shape(dims[:-1], of), last), rotary.dtype or self.spec.dtype)
+            argument(f"{n}{name}", (*self.spec.shape(dims[:-1], of), last), rotary.dtype or self.spec.dtype)
             for n, dims in (("cos", rotary.cos), ("sin", rotary.sin))
         ]
 
@@ -100,8 +95,7 @@ class _Writer:
         return T.parallel(extent) if parallel else T.serial(extent)
 
     def _load(self, buffer: Any, *indices: Expr) -> Expr:
-        value = buffer[tuple(indices)]
-        return value if str(value.ty.dtype).split("x")[0] == self.sums else value.astype(self.sums)
+        return cast(buffer[tuple(indices)], self.sums)
 
     # Rows --------------------------------------------------------------------------------------------------------
 
@@ -419,8 +413,7 @@ class _Writer:
             residual = self.residuals[number]
             if residual is not None and output.residual is not None:
                 result = result + self._load(residual, *index(output.residual, lane))
-            result = result if self.sums == self.spec.dtype else result.astype(self.spec.dtype)
-            T.buffer_store(self.results[number], result, index(output.dims, lane))
+            T.buffer_store(self.results[number], cast(result, self.spec.dtype), index(output.dims, lane))
 
         return index, store
 
@@ -481,15 +474,12 @@ def kernel(spec: Spec, machine: Machine) -> tirx.PrimFunc:
 def own_kernel(spec: Spec, machine: Machine) -> tirx.PrimFunc:
     """Write the kernel anew, as :func:`kernel` does: one that becomes part of another shares no buffer with any."""
     cut = plan(spec, machine)
-    with IRBuilder() as builder:
-        with T.prim_func(private=True):
-            T.func_name("fused_linear")
-            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True, "op_pattern": 8})
-            writer = _Writer(spec, cut, machine.lanes(spec.sum_dtype))
-            if isinstance(writer.rows, int) and writer.rows == 0:
-                # TVM cannot lower loops of no turns with buffers in them.
-                T.evaluate(tirx.const(0, "int32"))
-            else:
-                writer.prepare()
-                writer.products()
+    with writing("fused_linear") as builder:
+        writer = _Writer(spec, cut, machine.lanes(spec.sum_dtype))
+        if isinstance(writer.rows, int) and writer.rows == 0:
+            # TVM cannot lower loops of no turns with buffers in them.
+            T.evaluate(tirx.const(0, "int32"))
+        else:
+            writer.prepare()
+            writer.products()
     return vectorizable_math(builder.get())

@@ -7,6 +7,8 @@ from typing import Literal
 
 from tvm import tirx
 
+from ..writing import sum_dtype
+
 #: One dimension of a result: a leading axis of x (``"row"``, its number), a head axis (``"head"``, its number), the
 #: lanes (``"lane"``, 0), or an axis of size 1 (``"unit"``, 0).
 Dim = tuple[Literal["row", "head", "lane", "unit"], int]
@@ -167,7 +169,7 @@ class Spec:
     @property
     def sum_dtype(self) -> str:
         """The type sums are kept in."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return sum_dtype(self.dtype)
 
     @property
     def prepares(self) -> bool:

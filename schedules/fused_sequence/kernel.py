@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import tvm_ffi
 from tvm import ir, tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from ..elementary import vectorizable_math
@@ -24,6 +23,7 @@ from ..fused_linear import own_kernel as fused_linear
 from ..loops import along, unravel
 from ..machine import Machine
 from ..steps import ASSUMED_EXTENT, MOVED, PARALLEL_MIN_WORK
+from ..writing import argument, cast, writing
 from .spec import Addend, Copy, Layer, Lookup, Part, Product, Sequence, Size
 
 Expr: TypeAlias = ir.Expr
@@ -69,7 +69,7 @@ class _Writer:
         self.parts = [self._part(part) for part in spec.parts]
         self.layers = [self._layer(layer) for layer in spec.layers]
         self.addends = [self._addend(addend) for addend in spec.addends]
-        self.result = T.arg("result", T.buffer((*spec.rows, spec.width), spec.dtype, layout=None))
+        self.result = argument("result", (*spec.rows, spec.width), spec.dtype)
         # All arguments come before the first alias.
         for operands, part in [*zip(self.parts, spec.parts), *((o, p) for o, p in self._inner())]:
             self._flatten(operands, part)
@@ -83,7 +83,7 @@ class _Writer:
 
     def _argument(self, shape: Several[Size], dtype: str, name: str = "a") -> Any:
         self._arguments += 1
-        return T.arg(f"{name}{self._arguments}", T.buffer(tuple(shape), dtype, layout=None))
+        return argument(f"{name}{self._arguments}", shape, dtype)
 
     def _lookup(self, lookup: Lookup) -> list[Any]:
         table = self._argument((lookup.table, self.spec.width), self.spec.dtype, "table")
@@ -130,10 +130,10 @@ class _Writer:
     # Values ------------------------------------------------------------------------------------------------------
 
     def _widened(self, value: Expr) -> Expr:
-        return value if str(value.ty.dtype).split("x")[0] == self.sums else value.astype(self.sums)
+        return cast(value, self.sums)
 
     def _rounded(self, value: Expr) -> Expr:
-        return value if str(value.ty.dtype).split("x")[0] == self.spec.dtype else value.astype(self.spec.dtype)
+        return cast(value, self.spec.dtype)
 
     @staticmethod
     def _place(lookup: Lookup, given: Expr, keep: Keep) -> tuple[Expr, Expr | None]:
@@ -480,15 +480,12 @@ def kernel(spec: Sequence, machine: Machine) -> tirx.PrimFunc:
     tvm.tirx.PrimFunc
         Takes and returns through its arguments, see :class:`Sequence`; marked as scheduled, so that no rule touches it.
     """
-    with IRBuilder() as builder:
-        with T.prim_func(private=True):
-            T.func_name("fused_sequence")
-            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True, "op_pattern": 8})
-            writer = _Writer(spec, machine)
-            writer.maps()
-            writer.base()
-            writer.over()
-            bodies = writer.bodies()
+    with writing("fused_sequence") as builder:
+        writer = _Writer(spec, machine)
+        writer.maps()
+        writer.base()
+        writer.over()
+        bodies = writer.bodies()
     func = builder.get()
 
     def put(statement: tirx.Evaluate) -> tirx.Stmt:

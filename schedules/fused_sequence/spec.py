@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 from tvm import tirx
 
 from ..fused_linear import Spec
+from ..writing import sum_dtype
 
 Size: TypeAlias = int | tirx.Expr
 
@@ -162,4 +163,4 @@ class Sequence:
     @property
     def sum_dtype(self) -> str:
         """The type sums are kept in."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return sum_dtype(self.dtype)
