@@ -2,19 +2,23 @@
 
 Both are compiled by our pipeline for this machine and timed in turns within one run; a figure is the fastest of the
 turns, wall and processor time of one call, beside the kernels and the bytes that they write.
+
+``--check`` asks that the passes make nothing slower (processor time); results that differ by over 1e-5 end it anyhow.
 """
 
 from __future__ import annotations
 
-import time
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import tvm
 from tvm import relax, tirx
 
+from benchmarks import command
+from benchmarks.timing import call_of, take_turns
 from crossloom.driver import compile_model
 from crossloom.importers.signature import tensor_spec
 from crossloom.model import Entry, Model
@@ -22,6 +26,8 @@ from crossloom.targets import get_target
 
 PASSES = ("fuse-cross-modal-embedding", "fuse-semantic-gate", "lower-fused-sequence", "lower-fused-gate")
 TURNS, TURN_S = 9, 0.01
+#: Slower by more than turns of one kernel differ; and results that agree.
+NOISE, SAME = 1.03, 1e-5
 
 op = relax.op
 #: Emits an expression and returns the variable.
@@ -118,35 +124,59 @@ def _written(mod: tvm.ir.IRModule) -> tuple[int, int]:
 
 def _callable(workload: Workload, disabled: Sequence[str]) -> tuple[Callable[[], Any], tuple[int, int]]:
     compiled = compile_model(workload.model(), get_target("host"), disabled=disabled)
-    machine = relax.VirtualMachine(compiled.executable, tvm.cpu())
     given = workload.arrays[: len(workload.arrays) - workload.weights]
-    args = [tvm.runtime.tensor(np.ascontiguousarray(a)) for a in (*given, *compiled.model.entry_params("main"))]
-    return (lambda: machine["main"](*args)), _written(compiled.model.mod)
+    call = call_of(compiled.executable, "main", [*given, *compiled.model.entry_params("main")])
+    return call, _written(compiled.model.mod)
 
 
-def main() -> None:
-    """Print the table."""
+@dataclass(frozen=True)
+class Row:
+    """A workload's figures, each without the passes and with them, and the difference of the results."""
+
+    name: str
+    wall_us: tuple[float, float]
+    cpu_us: tuple[float, float]
+    kernels: tuple[int, int]
+    written_bytes: tuple[int, int]
+    difference: float
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast the passes make it."""
+        return self.cpu_us[0] / self.cpu_us[1]
+
+
+def measure(workload: Workload) -> Row:
+    """Compile a workload both ways and time it."""
+    built = {how: _callable(workload, disabled) for how, disabled in (("without", PASSES), ("with", ()))}
+    runs = {how: run for how, (run, _) in built.items()}
+    before, after = (run().numpy() for run in runs.values())
+    wall, cpu = take_turns(runs, TURNS, TURN_S)
+    kernels, written = zip(*(figures for _, figures in built.values()))
+    difference = float(np.abs(before - after).max() / np.abs(before).max())
+    if not difference <= SAME:
+        raise SystemExit(f"{workload.name}: results differ by {difference:.2g}")
+    return Row(workload.name, tuple(wall.values()), tuple(cpu.values()), kernels, written, difference)  # type: ignore[arg-type]
+
+
+def shortfalls(rows: Sequence[Row]) -> list[str]:
+    """Return what falls short."""
+    slower = [row for row in rows if row.gain * NOISE < 1]
+    return [f"{row.name}: {1 / row.gain:.2f} times the processor time, allowed {NOISE:g}" for row in slower]
+
+
+def main() -> int:
+    """Print the table; see the module's docstring."""
+    args = command.parser(__doc__).parse_args()
     print(f"{'':26} {'wall us':>19} {'cpu us':>19} {'kernels':>9} {'bytes written':>19}  gain")
-    for workload in workloads():
-        runs = [_callable(workload, disabled) for disabled in (PASSES, ())]
-        results = [run().numpy() for run, _ in runs]
-        if np.abs(results[0] - results[1]).max() > 1e-5 * np.abs(results[0]).max():
-            raise SystemExit(f"{workload.name}: results differ")
-        wall, cpu = [np.inf, np.inf], [np.inf, np.inf]
-        for _ in range(TURNS):
-            for i, (run, _) in enumerate(runs):
-                start, used, count = time.perf_counter(), time.process_time(), 0
-                while count == 0 or time.perf_counter() - start < TURN_S:
-                    run()
-                    count += 1
-                wall[i] = min(wall[i], (time.perf_counter() - start) / count * 1e6)
-                cpu[i] = min(cpu[i], (time.process_time() - used) / count * 1e6)
-        (before, bytes_before), (after, bytes_after) = runs[0][1], runs[1][1]
-        print(
-            f"{workload.name:26} {wall[0]:9.1f} {wall[1]:9.1f} {cpu[0]:9.1f} {cpu[1]:9.1f} {before:4} {after:4}"
-            f" {bytes_before:9} {bytes_after:9}  {cpu[0] / cpu[1]:.2f}"
-        )
+    rows = []
+    for row in map(measure, workloads()):
+        rows.append(row)
+        times = " ".join(f"{t:9.1f}" for t in (*row.wall_us, *row.cpu_us))
+        counts = "{:4} {:4} {:9} {:9}".format(*row.kernels, *row.written_bytes)
+        print(f"{row.name:26} {times} {counts}  {row.gain:.2f}", flush=True)
+    return command.finish(args, [asdict(row) for row in rows], lambda: shortfalls(rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,27 +15,21 @@ is slower; and that fusion's passes take under 10 s at 10,000 bindings.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from tvm import target as tvm_target
 
-from crossloom.flow import steps
 from crossloom.targets import get_target
 
-from . import fusion_speed
+from . import command, fusion_speed, passes
 from .fusion_count import Count, Entry, count, unfused
 from .fusion_models import NAMES, Source, Unavailable
-from .passes import chain
 
 KERNELS, MORE_PER_ATTENTION, TRAFFIC = 6, 3, 0.5
 BINDINGS, SECONDS, GROWTH = (1000, 10000), 10.0, 20.0
@@ -126,21 +120,7 @@ def _why(entry: str, region: str, counted: Count) -> list[str]:
 
 def pass_seconds() -> dict[str, dict[int, float]]:
     """Return CPU seconds of fusion's passes by the number of bindings."""
-    out: dict[str, dict[int, float]] = {}
-    target = tvm_target.Target({"kind": "llvm"})
-    wanted = set(unfused())
-    for size in BINDINGS:
-        mod = chain(size)
-        todo = set(wanted)
-        for step in steps(target):
-            if not todo:
-                break
-            start = time.process_time()
-            mod = step.run(mod)
-            if step.text.name in wanted:
-                todo.discard(step.text.name)
-                out.setdefault(step.text.name, {})[size] = time.process_time() - start
-    return out
+    return passes.measure(BINDINGS, unfused())
 
 
 def shortfalls(rows: Sequence[ModelRow], seconds: Mapping[str, Mapping[int, float]]) -> list[str]:
@@ -227,9 +207,7 @@ def show_speed(rows: Sequence[fusion_speed.Timing]) -> None:
 
 def main() -> int:
     """Print the tables; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
+    parser = command.parser(__doc__)
     parser.add_argument("--models", default=",".join(NAMES), help="names, separated by commas")
     parser.add_argument("--no-speed", action="store_true", help="leave the times out")
     parser.add_argument("--cache", type=Path, help="folder for imports and packages")
@@ -258,14 +236,9 @@ def main() -> int:
             except Unavailable as problem:
                 print(f"{name}: not timed: {problem}", file=sys.stderr)
         show_speed(timings)
-    if args.json:
-        report: dict[str, Any] = {"models": [asdict(row) for row in rows], "pass_seconds": seconds}
-        report["times"] = [asdict(row) | {"gain": row.gain} for row in timings]
-        args.json.write_text(json.dumps(report, indent=1))
-    missing = [*shortfalls(rows, seconds), *fusion_speed.shortfalls(timings)] if args.check else []
-    for line in missing:
-        print(f"short: {line}", file=sys.stderr)
-    return 1 if missing else 0
+    report = {"models": [asdict(row) for row in rows], "pass_seconds": seconds}
+    report["times"] = [asdict(row) | {"gain": row.gain} for row in timings]
+    return command.finish(args, report, lambda: [*shortfalls(rows, seconds), *fusion_speed.shortfalls(timings)])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from crossloom.model import Entry, Model, TensorSpec
 from crossloom.targets import get_target
 
 from .fusion_count import LENGTH, unfused
-from .host_kernels import _machine, take_turns
+from .timing import call_of, take_turns
 
 TURNS, TURN_S = 7, 0.02
 #: Slower than this times the other is slower: less than turns of the same kernel differ by.
@@ -45,7 +45,7 @@ def measure(name: str, model: Model, entries: Iterable[str] = ()) -> list[Timing
     for entry in list(entries) or list(model.entries):
         given = inputs_of(model.entries[entry])
         runs = {
-            how: _machine(one.executable, entry, [*given, *one.model.entry_params(entry)]) for how, one in built.items()
+            how: call_of(one.executable, entry, [*given, *one.model.entry_params(entry)]) for how, one in built.items()
         }
         difference = _difference(runs["fused"](), runs["unfused"]())
         wall, _ = take_turns(runs, TURNS, TURN_S)

@@ -12,14 +12,10 @@ kernel is slower only where it is so in both times: on a busy machine the wall t
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +23,8 @@ import tvm
 from tvm import relax, tirx
 
 import crossloom
+from benchmarks import command
+from benchmarks.timing import call_of, take_turns
 from crossloom.driver import compile_model
 from crossloom.importers.load import load_model
 from crossloom.models import shapes3
@@ -200,45 +198,14 @@ class Row:
         return self.cpu_us.get(other, float("nan")) / self.cpu_us["ours"]
 
 
-def take_turns(
-    runs: Mapping[str, Callable[[], Any]], turns: int, turn_s: float
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the fastest wall and processor time of one call (microseconds), each turn running all of them."""
-    calls: dict[str, int] = {}
-    for name, run in runs.items():
-        run()
-        once = []
-        for _ in range(3):
-            start = time.perf_counter()
-            run()
-            once.append(time.perf_counter() - start)
-        calls[name] = max(1, int(turn_s / max(min(once), 1e-6)))
-    wall = dict.fromkeys(runs, float("inf"))
-    cpu = dict.fromkeys(runs, float("inf"))
-    for _ in range(turns):
-        for name, run in runs.items():
-            start, busy = time.perf_counter(), time.process_time()
-            for _ in range(calls[name]):
-                run()
-            wall[name] = min(wall[name], 1e6 * (time.perf_counter() - start) / calls[name])
-            cpu[name] = min(cpu[name], 1e6 * (time.process_time() - busy) / calls[name])
-    return wall, cpu
-
-
-def _machine(executable: Any, entry: str, arrays: Sequence[np.ndarray]) -> Callable[[], Any]:
-    function = relax.VirtualMachine(executable, tvm.cpu())[entry]
-    tensors = [tvm.runtime.tensor(np.ascontiguousarray(a)) for a in arrays]
-    return lambda: function(*tensors)
-
-
 def measure_kernel(kernel: Kernel, turns: int = TURNS, turn_s: float = TURN_S) -> Row:
     """Compile one kernel both ways and time it."""
     target = get_target("host").tvm_target()
     arrays = kernel.arrays()
     ours = tvm.compile(kernel.module(), target, relax_pipeline=crossloom.pipeline(target))
     runs = {
-        "ours": _machine(ours, "main", arrays),
-        "default": _machine(tvm.compile(kernel.module(), target), "main", arrays),
+        "ours": call_of(ours, "main", arrays),
+        "default": call_of(tvm.compile(kernel.module(), target), "main", arrays),
     }
     if kernel.numpy is not None:
         runs["numpy"] = lambda: kernel.numpy(*arrays)  # type: ignore[misc]
@@ -280,7 +247,7 @@ def measure_model(entries: Sequence[str], turns: int = TURNS, turn_s: float = TU
         runs: dict[str, Callable[[], Any]] = {}
         for name, executable, owner in (("ours", ours.executable, ours.model), ("default", default, model)):
             arrays = [inputs[spec.name] for spec in owner.entries[entry].inputs] + owner.entry_params(entry)
-            runs[name] = _machine(executable, entry, arrays)
+            runs[name] = call_of(executable, entry, arrays)
         runs["numpy"] = partial(shapes3.reference.run, entry, inputs)
         rows.append(Row(_row_name(entry), *take_turns(runs, turns, turn_s)))
     return rows
@@ -309,9 +276,7 @@ def shortfalls(rows: Sequence[Row]) -> list[str]:
 
 def main() -> int:
     """Print the table; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
+    parser = command.parser(__doc__)
     parser.add_argument("--only", default="", help="measure the kernels whose name holds this text")
     args = parser.parse_args()
     heads = ("ours", "default", "numpy", "cpu ours", "cpu default", "cpu numpy", "x default", "x cpu", "x numpy")
@@ -333,12 +298,7 @@ def main() -> int:
         show(row)
     if not rows:
         parser.error(f"--only {args.only!r}: no kernel has that in its name")
-    if args.json:
-        args.json.write_text(json.dumps([vars(row) for row in rows], indent=1))
-    missing = shortfalls(rows) if args.check else []
-    for line in missing:
-        print(f"short: {line}", file=sys.stderr)
-    return 1 if missing else 0
+    return command.finish(args, [vars(row) for row in rows], lambda: shortfalls(rows))
 
 
 if __name__ == "__main__":

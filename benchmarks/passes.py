@@ -7,15 +7,14 @@ grows at most 20-fold from 1,000 to 10,000 (10 is linear; the rest is noise and 
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
-from pathlib import Path
+from collections.abc import Collection, Sequence
 
 import tvm
 from tvm import ir, relax, tirx
 
+from benchmarks import command
 from crossloom.flow import steps
 from crossloom.registry import passes
 
@@ -44,16 +43,22 @@ def chain(bindings: int) -> ir.IRModule:
     return builder.get()
 
 
-def measure(sizes: tuple[int, ...] = SIZES) -> dict[str, dict[int, float]]:
-    """Return CPU seconds by pass and size; each pass runs on what the pipeline gives it."""
+def measure(sizes: Sequence[int] = SIZES, wanted: Collection[str] | None = None) -> dict[str, dict[int, float]]:
+    """Return CPU seconds by pass and size; each pass runs on what the pipeline gives it.
+
+    Where only some passes are wanted nothing runs behind the last of them.
+    """
     target = tvm.target.Target({"kind": "llvm"})
     out: dict[str, dict[int, float]] = {}
     for size in sizes:
         mod = chain(size)
-        for step in steps(target):
+        pipeline = steps(target)
+        last = max((i for i, step in enumerate(pipeline) if wanted is None or step.text.name in wanted), default=-1)
+        for step in pipeline[: last + 1]:
             start = time.process_time()
             mod = step.run(mod)
-            out.setdefault(str(step.text), {})[size] = time.process_time() - start
+            if wanted is None or step.text.name in wanted:
+                out.setdefault(str(step.text), {})[size] = time.process_time() - start
     return out
 
 
@@ -73,20 +78,12 @@ def shortfalls(rows: dict[str, dict[int, float]]) -> list[str]:
 
 def main() -> int:
     """Print the table; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
-    args = parser.parse_args()
+    args = command.parser(__doc__).parse_args()
     rows = measure()
     print(f"{'pass':32s}" + "".join(f"{size:>12,d}" for size in SIZES) + "   CPU seconds by bindings")
     for name, row in rows.items():
         print(f"{name:32s}" + "".join(f"{row[size]:12.3f}" for size in SIZES))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
-    missing = shortfalls(rows) if args.check else []
-    for line in missing:
-        print(f"short: {line}", file=sys.stderr)
-    return 1 if missing else 0
+    return command.finish(args, rows, lambda: shortfalls(rows))
 
 
 if __name__ == "__main__":

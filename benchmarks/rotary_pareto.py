@@ -12,8 +12,6 @@ that fusing all is not slower than fusing nothing.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,8 +23,9 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from benchmarks import command
 from benchmarks.fidelity import answer, entry_errors
-from benchmarks.host_kernels import take_turns
+from benchmarks.timing import take_turns
 from crossloom.driver import Compiled, compile_model
 from crossloom.flow import steps
 from crossloom.importers.load import load_model
@@ -209,11 +208,9 @@ def plot(points: Sequence[Point], path: Path) -> None:
 
 def main() -> int:
     """Print the table; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = command.parser(__doc__)
     parser.add_argument("--samples", type=int, default=100, help="held-out questions")
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--check", action="store_true")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.svg or .png; needs matplotlib)")
     args = parser.parse_args()
     if args.samples < 1 or args.turns < 1:
@@ -232,17 +229,14 @@ def main() -> int:
         cells = f"{p.wall_us:10.1f}{p.cpu_us:10.1f}{points[0].wall_us / p.wall_us:8.2f}{p.kernels:9d}"
         score = f"{p.right}/{p.samples}"
         print(f"{p.name:22s}{cells}{score:>11s}{p.error:11.2e}  {'yes' if p in best else 'no'}")
-    if args.json:
-        rows = [{**asdict(p), "accuracy": p.accuracy, "front": p in best} for p in points]
-        args.json.write_text(json.dumps(rows, indent=1))
     if args.plot:
         plot(points, args.plot)
-    if not args.check:
-        return 0
-    missing = shortfalls(points, answer(shapes3.reference.run, shapes3.held_out(args.samples)).right)
-    for line in missing:
-        print(f"short: {line}", file=sys.stderr)
-    return 1 if missing else 0
+    rows = [{**asdict(p), "accuracy": p.accuracy, "front": p in best} for p in points]
+
+    def missing() -> list[str]:
+        return shortfalls(points, answer(shapes3.reference.run, shapes3.held_out(args.samples)).right)
+
+    return command.finish(args, rows, missing)
 
 
 if __name__ == "__main__":
