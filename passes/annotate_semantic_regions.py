@@ -24,8 +24,8 @@ from tvm import ir, relax
 
 from crossloom.numerics import EXACT
 from crossloom.registry import PassInfo
-from crossloom.rewrite import Graph, children, composite_attrs
-from crossloom.rewrite.driver import graphs_of, root_name
+from crossloom.rewrite import Graph, children, composite_attrs, root_name
+from crossloom.rewrite.driver import graphs_of
 from crossloom.semantics import Region, region_name, weights_of, with_regions
 from crossloom.verdict import accept, record, refuse
 

@@ -38,12 +38,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from tvm import relax
 
-from crossloom.rewrite import Graph, Match, Rule, Site
+from crossloom.rewrite import Graph, Match, Rule, Site, per_graph
 from crossloom.verdict import Verdict
 
 from .matching.angles import table_facts
@@ -53,9 +53,14 @@ from .matching.pairs import Rotation, classify
 from .matching.products import Product
 from .matching.spelling import dims, matched, replay, replayable, same_dims, sizes
 
-#: By function: its elements, and the facts of tables already read.
-_READ: weakref.WeakKeyDictionary[Graph, tuple[Elements, dict[tuple[Any, ...], dict[str, Any] | Verdict]]]
-_READ = weakref.WeakKeyDictionary()
+#: Facts of tables already read.
+_Read: TypeAlias = dict[tuple[Any, ...], "dict[str, Any] | Verdict"]
+
+
+@per_graph
+def _tables(graph: Graph) -> tuple[Elements, _Read]:
+    """Return a function's elements, and the facts of its tables, which are put in as they are read."""
+    return Elements(weakref.proxy(graph)), {}
 
 
 def _candidates(graph: Graph, root: relax.Var) -> list[relax.Var]:
@@ -95,9 +100,7 @@ def _lanes_of(elements: Elements, table: relax.Expr, tail: tuple[int, ...], lane
 
 def _facts(graph: Graph, algebra: LaneAlgebra, found: Rotation) -> dict[str, Any] | Verdict:
     """Return what the tables hold; a function's rotations share a few tables, each is read once."""
-    if graph not in _READ:
-        _READ[graph] = Elements(weakref.proxy(graph)), {}
-    elements, read = _READ[graph]
+    elements, read = _tables(graph)
     tables = [(t, algebra.tails[hash(t)], n) for t, n in ((found.cos, found.cos_lanes), (found.sin, found.sin_lanes))]
     key = (found.pairs, *((hash(table), tail, lanes) for table, tail, lanes in tables))
     if key not in read:

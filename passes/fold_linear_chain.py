@@ -17,10 +17,11 @@ import math
 import numpy as np
 from tvm import relax
 
-from crossloom.rewrite import Graph, Match, Rule, Site, composite_attrs, composite_name, outline
+from crossloom.rewrite import Graph, Match, Rule, Site, composite_attrs, composite_name
 from crossloom.verdict import Verdict, accept, refuse
 
 from .matching.spelling import dtype, is_constant, sizes
+from .regions.composites import linear
 
 _LINEAR = "crossloom.linear"
 #: What the product of weights may lose by being rounded, relative to its norm: twice float16's own rounding.
@@ -32,8 +33,7 @@ def layer_of(graph: Graph, expr: relax.Expr) -> tuple[dict[str, relax.Expr], str
     callee = graph.callee(expr)
     if callee is None or composite_name(callee) != _LINEAR:
         return None
-    parts = dict(zip((p.name for p in callee.params), graph.resolve(expr).args))
-    return parts, str(composite_attrs(callee)["weight_layout"])
+    return graph.operands(expr), str(composite_attrs(callee)["weight_layout"])
 
 
 def _match(graph: Graph, root: relax.Var) -> Match | None:
@@ -104,7 +104,7 @@ def _replace(site: Site) -> relax.Expr:
         site[f"weight{i}"] if layout == "in_out" else emit(op.permute_dims(site[f"weight{i}"], [1, 0]))
         for i, layout in enumerate(layouts, 1)
     )
-    inputs = {"x": site["x"], "weight": emit(op.matmul(first, second))}
+    weight = emit(op.matmul(first, second))
     _, middle, last = _widths(site.match) or (0, 0, 0)
     bias = None
     if "bias1" in site.match.captures:
@@ -112,19 +112,7 @@ def _replace(site: Site) -> relax.Expr:
     if "bias2" in site.match.captures:
         own = emit(op.reshape(site["bias2"], [last]))
         bias = own if bias is None else emit(op.add(bias, own))
-    if bias is not None:
-        inputs["bias"] = bias
-    return linear(site, inputs)
-
-
-def linear(site: Site, inputs: dict[str, relax.Expr]) -> relax.Expr:
-    """Outline a linear layer of x and a weight ``(inputs, outputs)``, with or without a bias."""
-
-    def body(builder: relax.BlockBuilder, **params: relax.Var) -> relax.Expr:
-        product = relax.op.matmul(params["x"], params["weight"])
-        return relax.op.add(builder.emit(product), params["bias"]) if "bias" in params else product
-
-    return outline(site, _LINEAR, inputs, body, {"weight_layout": "in_out"})
+    return linear(site, site["x"], weight, bias)
 
 
 def fold_rules() -> list[Rule]:

@@ -20,7 +20,7 @@ from tvm import relax
 
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
-from crossloom.rewrite import Graph, GroupRule, Match, composite_name, group_pass
+from crossloom.rewrite import Graph, GroupRule, Match, group_pass, root_name
 from crossloom.verdict import Verdict, accept, refuse
 
 from .regions.growth import bytes_of
@@ -34,11 +34,7 @@ _LINEAR = frozenset({"crossloom.linear", LINEAR_REGION})
 
 def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     readers = list(dict.fromkeys(graph.users.get(root, ())))
-    layers = []
-    for reader in readers:
-        callee = graph.callee(reader)
-        if callee is not None and composite_name(callee) in _LINEAR and graph.value[reader].args[0].same_as(root):
-            layers.append(reader)
+    layers = [r for r in readers if root_name(graph, r) in _LINEAR and graph.value[r].args[0].same_as(root)]
     if not layers:
         return None
     others = [reader for reader in readers if reader not in layers]

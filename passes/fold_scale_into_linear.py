@@ -29,12 +29,12 @@ from crossloom.rewrite import (
     Site,
     composite_attrs,
     composite_name,
-    outline,
     rewrite_pass,
 )
 from crossloom.verdict import Verdict, accept, refuse
 
 from .matching.spelling import dims, dtype, either, is_constant, is_weight, same_dims, sizes
+from .regions.composites import linear
 
 _NAME = "fold-scale-into-linear"
 _LINEAR = "crossloom.linear"
@@ -52,7 +52,7 @@ def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
             continue
         if not same_dims(dims(value) or (), dims(root) or (None,)):
             return None
-        operands = dict(zip((p.name for p in callee.params), graph.value[value].args))
+        operands = graph.operands(value)
         if any(dtype(operand) != dtype(scale) for operand in (root, *operands.values())):
             return refuse("different-dtypes", getattr(scale, "name", ""), f"{dtype(scale)} beside {dtype(root)}")
         facts = {"layout": str(composite_attrs(callee)["weight_layout"])}
@@ -84,18 +84,12 @@ def _replace(site: Site) -> relax.Expr:
     (count,) = (sizes(match["scale"]) or [0])[-1:]
     out_in = match.facts["layout"] == "out_in"
     column = emit(relax.op.reshape(site["scale"], [count, 1] if out_in else [1, count]))
-    inputs = {"x": site["x"], "weight": emit(relax.op.multiply(site["weight"], column))}
-    if "bias" in match.captures:
-        bias = site["bias"]
+    weight = emit(relax.op.multiply(site["weight"], column))
+    bias = site["bias"] if "bias" in match.captures else None
+    if bias is not None:
         row = emit(relax.op.reshape(site["scale"], [1] * (bias.ty.ndim - 1) + [count]))
-        inputs["bias"] = emit(relax.op.multiply(bias, row))
-
-    def body(builder: relax.BlockBuilder, **params: relax.Var) -> relax.Expr:
-        weight = builder.emit(relax.op.permute_dims(params["weight"])) if out_in else params["weight"]
-        out = relax.op.matmul(params["x"], weight)
-        return relax.op.add(builder.emit(out), params["bias"]) if "bias" in params else out
-
-    return outline(site, _LINEAR, inputs, body, {"weight_layout": match.facts["layout"]})
+        bias = emit(relax.op.multiply(bias, row))
+    return linear(site, site["x"], weight, bias, match.facts["layout"])
 
 
 def FoldScaleIntoLinear() -> tvm.transform.Pass:

@@ -12,22 +12,18 @@ Numerics: exact.  Linear in the module's size.
 
 from __future__ import annotations
 
-import weakref
-
 import tvm
 from tvm import relax
 
 from crossloom.numerics import EXACT
 from crossloom.registry import PassInfo
-from crossloom.rewrite import Graph, GroupRule, Match, group_pass
+from crossloom.rewrite import Graph, GroupRule, Match, group_pass, per_graph
 from crossloom.verdict import Verdict, accept, refuse
 
 from .regions.append import APPEND_REGION, read_append
 from .regions.linear import kernel_takes
 
 _NAME = "fuse-cache-append"
-#: Looked for once a function.
-_FOUND: weakref.WeakKeyDictionary[Graph, dict[int, list[relax.Var]]] = weakref.WeakKeyDictionary()
 
 
 def _is_append(graph: Graph, var: relax.Var) -> bool:
@@ -53,14 +49,14 @@ def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     return Match(graph, root, {}, frozenset(found))
 
 
+@per_graph
 def _appends(graph: Graph) -> dict[int, list[relax.Var]]:
     """Return the appends of every dataflow block."""
-    if graph not in _FOUND:
-        found = _FOUND[graph] = {}
-        for var in graph.order:
-            if var in graph.block and _is_append(graph, var):
-                found.setdefault(graph.block[var], []).append(var)
-    return _FOUND[graph]
+    found: dict[int, list[relax.Var]] = {}
+    for var in graph.order:
+        if var in graph.block and _is_append(graph, var):
+            found.setdefault(graph.block[var], []).append(var)
+    return found
 
 
 def _legal(m: Match) -> Verdict:

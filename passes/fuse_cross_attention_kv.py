@@ -16,14 +16,13 @@ Numerics: reassociates.  Linear in the module's size.  Source: transformers' Whi
 from __future__ import annotations
 
 import math
-from weakref import WeakKeyDictionary
 
 import tvm
 from tvm import relax
 
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
-from crossloom.rewrite import Graph, GroupRule, Match, group_pass
+from crossloom.rewrite import Graph, GroupRule, Match, group_pass, per_graph
 from crossloom.verdict import Verdict, accept, refuse
 
 from .matching.cross_attention import LINEAR, Projection, cross_projections
@@ -48,38 +47,31 @@ def _taken(graph: Graph, projections: list[Projection]) -> frozenset[relax.Var]:
     return frozenset(out)
 
 
-class _Finder:
-    """Finds the groups of a function; its attentions are looked for once."""
+@per_graph
+def _groups(graph: Graph) -> dict[relax.Var, list[Projection]]:
+    """Return the projections of each value in each block, under the first layer of them."""
+    groups: dict[tuple[relax.Var, int | None], list[Projection]] = {}
+    for projection in cross_projections(graph):
+        groups.setdefault((projection.states, graph.block.get(projection.layer)), []).append(projection)
+    firsts = {min((p.layer for p in g), key=graph.position.__getitem__): g for g in groups.values()}
+    return {first: group for first, group in firsts.items() if len({p.layer for p in group}) > 1}
 
-    def __init__(self) -> None:
-        self.known: WeakKeyDictionary[Graph, dict[relax.Var, list[Projection]]] = WeakKeyDictionary()
 
-    @staticmethod
-    def _groups(graph: Graph) -> dict[relax.Var, list[Projection]]:
-        """Return the projections of each value in each block, under the first layer of them."""
-        groups: dict[tuple[relax.Var, int | None], list[Projection]] = {}
-        for projection in cross_projections(graph):
-            groups.setdefault((projection.states, graph.block.get(projection.layer)), []).append(projection)
-        firsts = {min((p.layer for p in g), key=graph.position.__getitem__): g for g in groups.values()}
-        return {first: group for first, group in firsts.items() if len({p.layer for p in group}) > 1}
-
-    def match(self, graph: Graph, root: relax.Var) -> Match | Verdict | None:
-        if graph not in self.known:
-            self.known[graph] = self._groups(graph)
-        # The group is found at its first member.
-        same = self.known[graph].get(root)
-        if same is None:
-            return None
-        kinds = {dtype(e) for p in same for e in (p.layer, *graph.value[p.layer].args)}
-        if len(kinds) > 1:
-            return refuse("different-dtypes", root.name, ", ".join(sorted(kinds)))
-        facts = {"projections": same, "states": same[0].states}
-        whole = Match(graph, root, {}, _taken(graph, same), facts)
-        if kernel_takes(whole).fired:
-            return whole
-        bare = Match(graph, root, {}, frozenset(p.layer for p in same), facts)
-        verdict = kernel_takes(bare)
-        return bare if verdict.fired else verdict
+def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
+    # The group is found at its first member.
+    same = _groups(graph).get(root)
+    if same is None:
+        return None
+    kinds = {dtype(e) for p in same for e in (p.layer, *graph.value[p.layer].args)}
+    if len(kinds) > 1:
+        return refuse("different-dtypes", root.name, ", ".join(sorted(kinds)))
+    facts = {"projections": same, "states": same[0].states}
+    whole = Match(graph, root, {}, _taken(graph, same), facts)
+    if kernel_takes(whole).fired:
+        return whole
+    bare = Match(graph, root, {}, frozenset(p.layer for p in same), facts)
+    verdict = kernel_takes(bare)
+    return bare if verdict.fired else verdict
 
 
 def _worth(m: Match) -> Verdict:
@@ -103,7 +95,7 @@ def FuseCrossAttentionKV() -> tvm.transform.Pass:
     rule = GroupRule(
         "cross-attention-kv",
         frozenset({LINEAR}),
-        _Finder().match,
+        _match,
         LINEAR_REGION,
         attrs=lambda m: {"role": "cross_kv", "layers": len({p.attention for p in m.facts["projections"]})},
         worth=_worth,

@@ -40,10 +40,10 @@ def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     callee, call = graph.callee(root), graph.value[root]
     if callee is None or not isinstance(call, relax.Call):
         return None
-    captures = {param.name: arg for param, arg in zip(callee.params, call.args)}
     body = Graph(graph.name, callee, graph.mod)
     products = [var for var in body.order if body.op(var) == "relax.matmul"]
-    return Match(graph, root, captures, frozenset((root,)), {**composite_attrs(callee), "products": products})
+    facts = {**composite_attrs(callee), "products": products}
+    return Match(graph, root, graph.operands(root), frozenset((root,)), facts)
 
 
 def _legal(m: Match) -> Verdict:

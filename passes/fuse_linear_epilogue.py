@@ -17,20 +17,18 @@ from tvm import relax
 
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
-from crossloom.rewrite import Graph, GroupRule, Match, composite_name, group_pass
+from crossloom.rewrite import Graph, GroupRule, Match, group_pass, root_name
 from crossloom.verdict import Verdict, accept, refuse
 
 from .regions.growth import bytes_of, grow
 from .regions.linear import ACTIVATIONS, LINEAR_REGION
 
 _NAME = "fuse-linear-epilogue"
-_STEPS = frozenset({"relax.multiply", "relax.add", *ACTIVATIONS})
+_STEPS = frozenset({"relax.multiply", "relax.add", "crossloom.activation", *ACTIVATIONS})
 
 
 def _is_step(graph: Graph, var: relax.Var) -> bool:
-    callee = graph.callee(var)
-    name = composite_name(callee) if callee is not None else graph.op(var)
-    return name == "crossloom.activation" or name in _STEPS
+    return root_name(graph, var) in _STEPS
 
 
 def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:

@@ -22,7 +22,7 @@ from tvm import relax
 
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
-from crossloom.rewrite import Graph, GroupRule, Match, composite_name, group_pass
+from crossloom.rewrite import Graph, GroupRule, Match, group_pass, root_name
 from crossloom.verdict import Verdict, accept, refuse
 
 from .matching.spelling import dtype, sizes
@@ -36,9 +36,7 @@ _LINEAR = "crossloom.linear"
 def _layers(graph: Graph, x: relax.Var, root: relax.Var) -> Iterator[relax.Var]:
     """Yield the linear layers of x in the root's block."""
     for reader in dict.fromkeys(graph.users.get(x, ())):
-        # Another name of x, which may be a layer's result itself, is no layer of it.
-        callee = graph.callee(reader) if isinstance(graph.value[reader], relax.Call) else None
-        if callee is not None and composite_name(callee) == _LINEAR and graph.value[reader].args[0].same_as(x):
+        if root_name(graph, reader) == _LINEAR and graph.value[reader].args[0].same_as(x):
             if graph.block.get(reader) == graph.block.get(root):
                 yield reader
 

@@ -24,7 +24,7 @@ from tvm import relax
 
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
-from crossloom.rewrite import Graph, GroupRule, Match, composite_name, group_pass
+from crossloom.rewrite import Graph, GroupRule, Match, group_pass, root_name
 from crossloom.verdict import Verdict, accept
 
 from .matching.spelling import dtype
@@ -59,10 +59,7 @@ def _takes(graph: Graph, names: list[relax.Var], norm: relax.Var) -> Verdict:
 
 
 def _is_norm_of(graph: Graph, var: relax.Var, values: Sequence[relax.Expr]) -> bool:
-    callee, call = graph.callee(var), graph.value[var]
-    if callee is None or composite_name(callee) not in NORMS or not isinstance(call, relax.Call):
-        return False
-    return any(call.args[0].same_as(value) for value in values)
+    return root_name(graph, var) in NORMS and any(graph.value[var].args[0].same_as(value) for value in values)
 
 
 def _group(graph: Graph, root: relax.Var, names: list[relax.Var], values: list[relax.Var]) -> Match | Verdict | None:

@@ -21,7 +21,7 @@ from tvm import relax
 
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
-from crossloom.rewrite import Graph, GroupRule, Match, composite_name, group_pass
+from crossloom.rewrite import Graph, GroupRule, Match, group_pass, root_name
 from crossloom.verdict import Verdict, accept, refuse
 
 from .regions.growth import bytes_of, with_table_views
@@ -41,15 +41,15 @@ def _readers(graph: Graph, root: relax.Var) -> set[relax.Var] | Verdict:
         if var in graph.escapes or not graph.users.get(var):
             return refuse("rotated-read-elsewhere", var.name, "it is a result, so it has to exist anyway")
         for user in dict.fromkeys(graph.users[var]):
-            callee = graph.callee(user)
+            name = root_name(graph, user)
             if user in members:
                 continue
-            if callee is not None and composite_name(callee) in _LINEAR and graph.value[user].args[0].same_as(var):
+            if name in _LINEAR and graph.value[user].args[0].same_as(var):
                 members.add(user)
                 # The results of a region of several, by name.
                 items = graph.users.get(user, ())
                 members.update(v for v in items if isinstance(graph.value[v], relax.TupleGetItem))
-            elif callee is None and graph.op(user) in _VIEWS and graph.value[user].args[0].same_as(var):
+            elif name in _VIEWS and graph.value[user].args[0].same_as(var):
                 members.add(user)
                 stack.append(user)
             else:

@@ -23,7 +23,7 @@ from tvm import relax
 
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
-from crossloom.rewrite import Graph, GroupRule, Match, composite_name, group_pass
+from crossloom.rewrite import Graph, GroupRule, Match, group_pass, root_name
 from crossloom.verdict import Verdict, accept, refuse
 
 from .matching.spelling import scalar
@@ -38,16 +38,11 @@ _THROUGH = frozenset({_ROTARY, "crossloom.rms_norm", "crossloom.layer_norm", "re
 _COPIES = frozenset({"relax.permute_dims", "relax.split", "relax.strided_slice", "relax.take"})
 
 
-def _name(graph: Graph, var: relax.Var) -> str:
-    callee = graph.callee(var)
-    return composite_name(callee) if callee is not None else graph.op(var)
-
-
 def _is_step(graph: Graph, var: relax.Var) -> bool:
     """Return whether a kernel may do it behind a sum: a move, a norm, a rotation, a cast, or a factor (of queries)."""
     if graph.op(var) == "relax.multiply" and isinstance(graph.value[var], relax.Call):
         return scalar(graph, graph.value[var].args[1]) is not None
-    return _name(graph, var) in _THROUGH
+    return root_name(graph, var) in _THROUGH
 
 
 def _way(graph: Graph, var: relax.Var) -> list[relax.Var]:
@@ -56,7 +51,7 @@ def _way(graph: Graph, var: relax.Var) -> list[relax.Var]:
     expr: relax.Expr = var
     while isinstance(expr, relax.Var) and expr in graph.value:
         out.append(expr)
-        value, name = graph.value[expr], _name(graph, expr)
+        value, name = graph.value[expr], root_name(graph, expr)
         if name in _LINEAR and isinstance(value, relax.Call):
             return out
         if isinstance(value, relax.TupleGetItem):
@@ -89,7 +84,7 @@ def _match_rotary(graph: Graph, root: relax.Var) -> Match | Verdict | None:
 
 
 def _match_moved(graph: Graph, root: relax.Var) -> Match | Verdict | None:
-    found = grow(graph, root, lambda var: _is_step(graph, var) and _name(graph, var) != _ROTARY)
+    found = grow(graph, root, lambda var: _is_step(graph, var) and root_name(graph, var) != _ROTARY)
     copies = [var for var in found.tried if graph.op(var) in _COPIES]
     if not copies:
         return None
@@ -99,7 +94,7 @@ def _match_moved(graph: Graph, root: relax.Var) -> Match | Verdict | None:
 
 def _worth(m: Match) -> Verdict:
     """Return what is saved: each rotation, norm and copy would have read and written its value once more."""
-    passes = [var for var in m.interior if _name(m.graph, var) in _COPIES | _THROUGH - MOVES]
+    passes = [var for var in m.interior if root_name(m.graph, var) in _COPIES | _THROUGH - MOVES]
     return accept(bytes_saved=2 * sum(bytes_of(var.ty) for var in passes))
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import TypeAlias
-from weakref import WeakKeyDictionary
 
 import tvm
 from tvm import ir, relax
@@ -36,12 +35,14 @@ from crossloom.rewrite import (
     composite_attrs,
     composite_name,
     limit_rewrites,
-    outline,
+    per_graph,
+    root_name,
 )
-from crossloom.rewrite.driver import graphs_of, root_name
+from crossloom.rewrite.driver import graphs_of
 from crossloom.verdict import Ledger, Verdict, accept, refuse
 
 from .matching.spelling import dtype, first_name, results_of, sizes
+from .regions.composites import linear
 from .regions.growth import bytes_of
 
 _NAME = "fuse-shared-projections"
@@ -56,13 +57,10 @@ _Uses: TypeAlias = dict[_Layer, dict[relax.Var, relax.Var]]
 #: What is to be grouped at a member: the values, and all members.
 _Groups: TypeAlias = dict[relax.Var, tuple[list[relax.Var], list[relax.Var]]]
 
-_known: WeakKeyDictionary[Graph, _Groups] = WeakKeyDictionary()
-
 
 def _layer(graph: Graph, var: relax.Var) -> _Layer | None:
-    # Another name of a layer's result is none.
-    callee = graph.callee(var) if isinstance(graph.value[var], relax.Call) else None
-    if callee is None or composite_name(callee) != _LINEAR or var not in graph.block:
+    callee = graph.callee(var)
+    if callee is None or root_name(graph, var) != _LINEAR or var not in graph.block:
         return None
     return (graph.block[var], str(composite_attrs(callee)["weight_layout"]), *graph.value[var].args[1:])
 
@@ -78,19 +76,18 @@ def _uses(graph: Graph) -> _Uses:
     return out
 
 
+@per_graph
 def _groups(graph: Graph) -> _Groups:
     """Return the groups of a function by their first members: all layers that the same values go through."""
-    if graph not in _known:
-        alike: dict[tuple[object, frozenset[relax.Var]], list[dict[relax.Var, relax.Var]]] = {}
-        for layer, uses in _uses(graph).items():
-            if len(uses) > 1:
-                alike.setdefault((layer[0], frozenset(uses)), []).append(uses)
-        found: _Groups = {}
-        for layers in alike.values():
-            members = [var for uses in layers for var in uses.values()]
-            found[min(members, key=graph.position.__getitem__)] = list(layers[0]), members
-        _known[graph] = found
-    return _known[graph]
+    alike: dict[tuple[object, frozenset[relax.Var]], list[dict[relax.Var, relax.Var]]] = {}
+    for layer, uses in _uses(graph).items():
+        if len(uses) > 1:
+            alike.setdefault((layer[0], frozenset(uses)), []).append(uses)
+    found: _Groups = {}
+    for layers in alike.values():
+        members = [var for uses in layers for var in uses.values()]
+        found[min(members, key=graph.position.__getitem__)] = list(layers[0]), members
+    return found
 
 
 def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
@@ -163,28 +160,15 @@ def _apply(site: Site) -> relax.Expr:
 
 def _linear(site: Site, layout: str, rows: relax.Expr, operands: Sequence[relax.Expr]) -> relax.Call:
     """Return a layer of all rows."""
-    weight, *bias = operands
-    inputs = {"x": rows, "weight": weight}
-    if bias:
-        columns = (sizes(bias[0]) or [])[-1]
-        inputs["bias"] = (
-            bias[0] if len(sizes(bias[0]) or ()) == 1 else site.builder.emit(relax.op.reshape(bias[0], [columns]))
-        )
-
-    def body(builder: relax.BlockBuilder, x: relax.Var, weight: relax.Var, bias: relax.Var | None = None) -> relax.Expr:
-        turned = builder.emit(relax.op.permute_dims(weight, [1, 0])) if layout == "out_in" else weight
-        product = relax.op.matmul(x, turned)
-        return product if bias is None else relax.op.add(builder.emit(product), bias)
-
-    return outline(site, _LINEAR, inputs, body, {"weight_layout": layout})
+    weight, *biases = operands
+    bias = biases[0] if biases else None
+    if bias is not None and len(sizes(bias) or ()) != 1:
+        bias = site.builder.emit(relax.op.reshape(bias, (sizes(bias) or [])[-1:]))
+    return linear(site, rows, weight, bias, layout)
 
 
-def _captured(graph: Graph, root: relax.Var) -> Match | None:
-    callee, call = graph.callee(root), graph.value[root]
-    if callee is None:
-        return None
-    captures = {param.name: arg for param, arg in zip(callee.params, call.args)}
-    return Match(graph, root, captures, frozenset((root,)))
+def _captured(graph: Graph, root: relax.Var) -> Match:
+    return Match(graph, root, graph.operands(root), frozenset((root,)))
 
 
 def FuseSharedProjections() -> tvm.transform.Pass:

@@ -17,59 +17,39 @@ from __future__ import annotations
 from dataclasses import replace
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
-from crossloom.errors import UnsupportedTarget
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
-from crossloom.rewrite import Graph, Match, Rule, Site, rewrite_pass
+from crossloom.rewrite import Match, Site
 from crossloom.schedules.fused_linear import Norm, kernel, plan
 from crossloom.schedules.machine import Machine
 from crossloom.schedules.templates import allowed, chain_of
-from crossloom.verdict import Verdict, refuse
+from crossloom.verdict import Verdict, accept
 
 from .matching.spelling import is_weight, uncast
-from .regions.linear import LINEAR_REGION, NoKernel, Region, read_linear
+from .regions.linear import LINEAR_REGION, Region, read_linear
+from .regions.lowering import Outer, lowering_pass
 from .regions.operands import linear_operands
 
 _NAME = "lower-fused-linear"
 
 
-def _match(graph: Graph, root: relax.Var, target: tvm.target.Target | None) -> Match | Verdict | None:
-    callee = graph.callee(root)
-    call = graph.value[root]
-    if callee is None or not isinstance(call, relax.Call):
-        return None
-    try:
-        region = read_linear(Graph(graph.name, callee, graph.mod))
-    except NoKernel as problem:
-        return refuse("no-kernel", root.name, str(problem))
-    for output in region.spec.outputs if target is not None else ():
-        verdict = allowed(chain_of(region.spec, output), target)
-        if not verdict.fired:
-            return verdict
-    captures = {param.name: arg for param, arg in zip(callee.params, call.args)}
-    return Match(graph, root, captures, frozenset((root,)), {"region": region})
+def _legal(region: Region, target: tvm.target.Target) -> Verdict:
+    """Ask the target's table for every result."""
+    verdicts = (allowed(chain_of(region.spec, output), target) for output in region.spec.outputs)
+    return next((verdict for verdict in verdicts if not verdict.fired), accept())
 
 
-def _lower(site: Site, machine: Machine) -> relax.Expr:
-    region: Region = site.match.facts["region"]
-
-    def outer(expr: relax.Expr) -> relax.Expr:
-        return site[expr.name] if isinstance(expr, relax.Var) else expr
-
+def _lower(site: Site, region: Region, outer: Outer, machine: Machine) -> tuple[tirx.PrimFunc, list[relax.Expr]]:
     spec, norm = region.spec, [outer(e) for e in region.norm]
     weights = [(outer(w), layout) for w, layout in region.weights]
     if _norm_folds(site.match, region):
         factor, norm = norm[0], []
         weights = [(_scaled(site.builder, weight, layout, factor), layout) for weight, layout in weights]
         spec = replace(spec, norm=Norm("rms", spec.norm.epsilon))
-    cut = plan(spec, machine)
-    operands = linear_operands(site.builder, region, outer, spec, cut, norm, weights)
-    func = kernel(spec, machine)
-    gvar = site.builder.add_func(func, "fused_linear_kernel")
-    ty = site.match.root.ty
-    return relax.call_tir(gvar, operands, list(ty.fields) if isinstance(ty, relax.TupleType) else ty)
+    operands = linear_operands(site.builder, region, outer, spec, plan(spec, machine), norm, weights)
+    return kernel(spec, machine), operands
 
 
 def _norm_folds(match: Match, region: Region) -> bool:
@@ -104,22 +84,7 @@ def LowerFusedLinear(target: tvm.target.Target | None = None) -> tvm.transform.P
     UnsupportedTarget
         When the pass runs and there is neither.
     """
-
-    def current() -> tvm.target.Target | None:
-        return target or tvm.target.Target.current(allow_none=True)
-
-    def match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
-        return _match(graph, root, current())
-
-    def lower(site: Site) -> relax.Expr:
-        found = current()
-        if found is None:
-            raise UnsupportedTarget(
-                "LowerFusedLinear knows no target", "pass one, or run it inside `with tvm.target.Target(...)`"
-            )
-        return _lower(site, Machine.of(found))
-
-    return rewrite_pass(_NAME, [Rule("lower-fused-linear", frozenset({LINEAR_REGION}), match, lower)])
+    return lowering_pass(_NAME, LINEAR_REGION, read_linear, _lower, target, _legal)
 
 
 PASS = PassInfo(_NAME, LowerFusedLinear, "lower", REASSOCIATES, doc="Fused linear regions become kernels.")

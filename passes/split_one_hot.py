@@ -22,8 +22,9 @@ from tvm import relax
 from crossloom.rewrite import Graph, Match, Rule, Site, outline
 from crossloom.verdict import Verdict, accept, refuse
 
-from .fold_linear_chain import layer_of, linear
+from .fold_linear_chain import layer_of
 from .matching.spelling import dims, dtype, either, fields_of, interior, is_constant, sizes
+from .regions.composites import linear
 
 _LINEAR = "crossloom.linear"
 
@@ -158,10 +159,8 @@ def _replace(site: Site) -> relax.Expr:
     if plain:
         values = [site[f"part{i}"] for i, _ in plain]
         x = values[0] if len(values) == 1 else emit(op.concat(values, -1))
-        inputs = {"x": x, "weight": _rows(site, [c for _, c in plain])}
-        if "bias" in site.match.captures:
-            inputs["bias"] = site["bias"]
-        terms = [linear(site, inputs), *terms]
+        bias = site["bias"] if "bias" in site.match.captures else None
+        terms = [linear(site, x, _rows(site, [c for _, c in plain]), bias), *terms]
     if not plain and "bias" in site.match.captures:
         terms.append(site["bias"])
     out = terms[0]

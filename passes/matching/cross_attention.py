@@ -65,7 +65,7 @@ def _query_of(graph: Graph, expr: relax.Expr) -> relax.Expr | None:
         if callee is not None:
             if composite_name(callee) != "crossloom.rotary":
                 return None
-            expr = graph.value[expr].args[[p.name for p in callee.params].index("x")]
+            expr = graph.operands(expr)["x"]
         elif (call := graph.call(expr, *VIEWS, "relax.astype")) is not None:
             expr = call.args[0]
         elif (call := graph.call(expr, "relax.multiply", "relax.divide")) is not None:
@@ -82,7 +82,7 @@ def operands_of(graph: Graph, attention: relax.Var) -> dict[str, relax.Expr] | N
     callee = graph.callee(attention)
     if callee is None or composite_name(callee) != _ATTENTION:
         return None
-    return dict(zip((p.name for p in callee.params), graph.value[attention].args))
+    return graph.operands(attention)
 
 
 def cross_projections(graph: Graph) -> list[Projection]:

@@ -12,7 +12,7 @@ from tvm import relax, tirx
 
 from crossloom.rewrite import Graph, Match, Site, children, outline, rebuild
 from crossloom.rewrite.composite import Attr
-from crossloom.rewrite.sizes import is_size, same_size, sizes_in, translate
+from crossloom.rewrite.sizes import in_terms_of, is_size, same_size, sizes_in, translate
 from crossloom.verdict import Verdict, accept, refuse
 
 
@@ -161,17 +161,12 @@ def replay(site: Site, name: str, attrs: Mapping[str, Attr] | None = None) -> re
             if isinstance(match.captures[key], relax.Var):
                 env.setdefault(match.captures[key], param)
 
+        inner = in_terms_of(env, known)
+
         def renew(expr: relax.Expr) -> relax.Expr:
-            if isinstance(expr, relax.ShapeExpr):
-                return relax.ShapeExpr([translate(d, known) for d in expr.values])
-            if is_size(expr):
-                return translate(expr, known)
-            if isinstance(expr, relax.Var):
-                return env[expr]
-            for key, captured in match.captures.items():
-                if expr.same_as(captured):
-                    return params[key]
-            return expr
+            # A constant may be captured, too.
+            key = next((key for key, captured in match.captures.items() if expr.same_as(captured)), None)
+            return inner(expr) if key is None else params[key]
 
         for var in sorted(match.interior, key=graph.position.__getitem__):
             if not var.same_as(match.root):

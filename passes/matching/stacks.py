@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from tvm import relax
 
-from crossloom.rewrite import Graph, children
-from crossloom.rewrite.driver import root_name
+from crossloom.rewrite import Graph, children, root_name
 from crossloom.verdict import Verdict, refuse
 
 from .spelling import dims, same_dims
@@ -120,9 +119,7 @@ def _branch(graph: Graph, end: relax.Var) -> Branch | Verdict | None:
 
 def _key(graph: Graph, attention: relax.Var) -> relax.Expr:
     """Return the keys of an attention composite."""
-    callee = graph.callee(attention)
-    names = [p.name for p in callee.params] if callee is not None else []
-    return graph.value[attention].args[names.index("k") if "k" in names else 1]
+    return graph.operands(attention).get("k", graph.value[attention].args[1])
 
 
 def _reads(graph: Graph, value: relax.Expr, start: relax.Var, inside: set[relax.Var]) -> bool:

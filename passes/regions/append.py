@@ -9,7 +9,7 @@ from tvm import relax
 from crossloom.rewrite import Graph
 from crossloom.schedules.join import Join
 
-from ..matching.spelling import dims, dtype, fields_of
+from ..matching.spelling import dims, dtype, fields_of, results_of
 from .linear import NoKernel
 from .views import number
 
@@ -38,10 +38,8 @@ def read_append(graph: Graph) -> AppendRegion:
     NoKernel
         Where the kernel cannot do what the region holds.
     """
-    body = graph.func.body.body
-    results = fields_of(graph, body) or [body]
     joins, parts = [], []
-    for result in results:
+    for result in results_of(graph):
         call = graph.call(result, "relax.concat")
         if call is None:
             raise NoKernel(f"{getattr(result, 'name', '')}: a result that is not joined")

@@ -12,12 +12,12 @@ from crossloom.schedules.attention import Axis, Extent, Operand, Role, Spec
 
 from ..matching.heads import repeated_heads
 from ..matching.spelling import dims, interior, same_dims
-from .linear import NoKernel
-from .places import Place, Tracer, extents, same
+from .columns import FLOATS, NoKernel
+from .places import Place, Tracer, same
+from .views import extents
 
 #: The composites' names.
 ATTENTION, ATTENTION_REGION = "crossloom.attention", "crossloom.fused_attention"
-_FLOATS = frozenset({"float16", "float32", "float64"})
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _Reader:
         callee = graph.callee(core)
         assert callee is not None
         self.facts = composite_attrs(callee)
-        self.args = dict(zip((p.name for p in callee.params), graph.value[core].args))
+        self.args = graph.operands(core)
         #: The composite's own parameters: equal dimensions are the same there, whatever they are at the call.
         self.params = {p.name: p for p in callee.params}
         self.groups = int(str(self.facts["groups"]))
@@ -265,10 +265,10 @@ class _Reader:
 
     def _types(self, values: list[Operand], masks: list[Operand]) -> None:
         for operand in values:
-            if operand.dtype not in _FLOATS:
+            if operand.dtype not in FLOATS:
                 raise NoKernel(f"{self.core.name}: values of type {operand.dtype}")
         for operand in masks:
-            if operand.dtype not in _FLOATS | {"bool"}:
+            if operand.dtype not in FLOATS | {"bool"}:
                 raise NoKernel(f"{self.core.name}: a mask of type {operand.dtype}")
 
 

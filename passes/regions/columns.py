@@ -10,8 +10,8 @@ from tvm import relax, tirx
 
 from crossloom.schedules.fused_linear import Dim, Norm, Output, Rotary, Turn
 
-from ..matching.spelling import dims, dtype
-from .views import Axis, View, number
+from ..matching.spelling import dtype
+from .views import Axis, View, extents
 
 #: What sums are made of.
 FLOATS = frozenset({"float16", "float32", "float64"})
@@ -134,11 +134,25 @@ class Lift:
 
 def follows(operand: relax.Expr, axes: Sequence[Axis]) -> tuple[Axis | None, ...]:
     """Return which axis each dimension of a broadcast operand follows, None where it is 1."""
-    shape = [number(d) for d in dims(operand) or ()]
+    shape = extents(operand)
     return tuple(
         None if isinstance(extent, int) and extent == 1 else axis
         for extent, axis in zip(shape, axes[len(axes) - len(shape) :], strict=True)
     )
+
+
+def _heads(axes: Sequence[Axis]) -> tuple[list[Axis], Callable[[Axis | None], Dim]]:
+    """Return the axes in front of the lanes that are heads, and what says of an axis which dimension it is."""
+    heads = [a for a in axes[:-1] if a.row is None and not a.is_unit]
+
+    def dim(axis: Axis | None) -> Dim:
+        if axis is None or axis.is_unit:
+            return ("unit", 0)
+        if axis.row is not None:
+            return ("row", axis.row)
+        return ("head", next(i for i, head in enumerate(heads) if head is axis))
+
+    return heads, dim
 
 
 def output_of(value: Columns) -> tuple[Output, list[relax.Expr]]:
@@ -148,14 +162,7 @@ def output_of(value: Columns) -> tuple[Output, list[relax.Expr]]:
     if lane is None or lane.row is not None or not isinstance(lane.extent, int) or (lane.stride != 1):
         if lane is None or not lane.is_unit:
             raise NoKernel("a result whose last axis is not made of neighbouring columns")
-    heads = [a for a in axes[:-1] if a.row is None and not a.is_unit]
-
-    def dim(axis: Axis | None) -> Dim:
-        if axis is None or axis.is_unit:
-            return ("unit", 0)
-        if axis.row is not None:
-            return ("row", axis.row)
-        return ("head", next(i for i, head in enumerate(heads) if head is axis))
+    heads, dim = _heads(axes)
 
     def follow(found: Sequence[Axis | None]) -> tuple[Dim, ...]:
         # The last dimension is lanes, unless it is 1.
@@ -206,16 +213,9 @@ def _rotation(turn: Turned, dim: Callable[[Axis | None], Dim]) -> Rotary:
 def turn_of(turn: Turned) -> Turn:
     """Return a rotation of x."""
     lane = turn.axes[-1]
-    heads = [a for a in turn.axes[:-1] if a.row is None and not a.is_unit]
+    heads, dim = _heads(turn.axes)
     if lane.row is not None or lane.stride != 1 or not isinstance(lane.extent, int):
         raise NoKernel("a rotation along other than neighbouring values of x")
-
-    def dim(axis: Axis | None) -> Dim:
-        if axis is None or axis.is_unit:
-            return ("unit", 0)
-        if axis.row is not None:
-            return ("row", axis.row)
-        return ("head", next(i for i, head in enumerate(heads) if head is axis))
 
     extents = tuple(int(a.extent) for a in heads)
     return Turn(_rotation(turn, dim), extents, tuple(a.stride for a in heads), lane.extent)

@@ -11,9 +11,9 @@ from crossloom.rewrite import Graph
 from crossloom.schedules.semantic_gate import Apply, Dot, Gate, Operand, Result, Scalar
 
 from ..matching.spelling import dims, dtype, same_dims
-from .linear import NoKernel
+from .columns import FLOATS, NoKernel
 from .vectors import GateReader, Key, RowNumber, Vector, widened
-from .views import number
+from .views import extents, number
 
 #: The composite's name.
 GATE_REGION = "crossloom.fused_gate"
@@ -66,7 +66,7 @@ def read_gate(graph: Graph, members: frozenset[relax.Var], results: Sequence[rel
     out: list[Result] = []
     for expr, value in zip(results, values):
         value = widened(value, len(rows))
-        shape = [number(d) for d in dims(expr) or ()]
+        shape = extents(expr)
         tail = [1] * value.units if isinstance(value, RowNumber) else [width]
         if dtype(expr) != kind or value.rank != len(rows) or not same_dims(shape, [*rows, *tail]):
             raise NoKernel("results of different rows or types")
@@ -83,7 +83,7 @@ def read_gate(graph: Graph, members: frozenset[relax.Var], results: Sequence[rel
             raise NoKernel("operands of different types")
         exprs.append(expr)
         operands.append(_operand(expr, key, rows))
-    if any(dtype(expr) != kind for expr in reader.given) or kind not in ("float32", "float16", "float64"):
+    if any(dtype(expr) != kind for expr in reader.given) or kind not in FLOATS:
         raise NoKernel("operands of different types")
     given = tuple(len(dims(expr) or ()) for expr in reader.given)
     spec = Gate(rows, width, kind, tuple(operands), given, tuple(out))
@@ -91,7 +91,7 @@ def read_gate(graph: Graph, members: frozenset[relax.Var], results: Sequence[rel
 
 
 def _operand(expr: relax.Expr, key: Key, rows: Sequence[int | tirx.Expr]) -> Operand:
-    shape = [number(d) for d in dims(expr) or ()]
+    shape = extents(expr)
     follows: list[int | None] = [None] * (len(shape) - 1)
     for axis, own in enumerate(key.axes):
         if own is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax, tirx
 
-from crossloom.rewrite import Graph, children, composite_name
+from crossloom.rewrite import Graph, children, root_name
 
 from .columns import NoKernel
 from .reader import Reader
@@ -116,11 +116,10 @@ def with_table_views(graph: Graph, members: Collection[relax.Var]) -> frozenset[
     """
     out = set(members)
     for var in members:
-        callee = graph.callee(var)
-        if callee is None or composite_name(callee) != "crossloom.rotary":
+        if root_name(graph, var) != "crossloom.rotary":
             continue
-        for param, table in zip(callee.params, graph.value[var].args):
-            if param.name == "x" or not isinstance(table, relax.Var) or graph.op(table) != "relax.expand_dims":
+        for name, table in graph.operands(var).items():
+            if name == "x" or not isinstance(table, relax.Var) or graph.op(table) != "relax.expand_dims":
                 continue
             if (rank := len(table.ty.shape)) - 1 in [int(axis) % rank for axis in graph.value[table].attrs.axis]:
                 continue

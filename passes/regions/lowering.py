@@ -11,7 +11,7 @@ from tvm import relax, tirx
 from crossloom.errors import UnsupportedTarget
 from crossloom.rewrite import Graph, Match, Rule, Site, rewrite_pass
 from crossloom.schedules.machine import Machine
-from crossloom.verdict import Verdict, refuse
+from crossloom.verdict import Verdict, accept, refuse
 
 from .linear import NoKernel
 
@@ -26,6 +26,7 @@ def lowering_pass(
     read: Callable[[Graph], Region],
     lower: Callable[[Site, Region, Outer, Machine], tuple[tirx.PrimFunc, Sequence[relax.Expr]]],
     target: tvm.target.Target | None,
+    legal: Callable[[Region, tvm.target.Target], Verdict] = lambda region, target: accept(),
 ) -> tvm.transform.Pass:
     """Return a pass that puts a call of a kernel in the place of every call of a region.
 
@@ -41,25 +42,32 @@ def lowering_pass(
         Writes the kernel; may emit operators on its operands.
     target : tvm.target.Target or None
         Registers and vectors are its; None takes the current target.
+    legal : callable (Region, Target) -> Verdict
+        What the target says of a region, where there is one.
 
     Notes
     -----
     The pass raises :class:`UnsupportedTarget` when it runs and there is no target.
     """
 
+    def current() -> tvm.target.Target | None:
+        return target or tvm.target.Target.current(allow_none=True)
+
     def match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
-        callee, call = graph.callee(root), graph.value[root]
-        if callee is None or not isinstance(call, relax.Call):
+        callee = graph.callee(root)
+        if callee is None:
             return None
         try:
             region = read(Graph(graph.name, callee, graph.mod))
         except NoKernel as problem:
             return refuse("no-kernel", root.name, str(problem))
-        captures = {param.name: arg for param, arg in zip(callee.params, call.args)}
-        return Match(graph, root, captures, frozenset((root,)), {"region": region})
+        verdict = accept() if (found := current()) is None else legal(region, found)
+        if not verdict.fired:
+            return verdict
+        return Match(graph, root, graph.operands(root), frozenset((root,)), {"region": region})
 
     def replace(site: Site) -> relax.Expr:
-        found = target or tvm.target.Target.current(allow_none=True)
+        found = current()
         if found is None:
             raise UnsupportedTarget(
                 f"{name} knows no target", "pass one, or run it inside `with tvm.target.Target(...)`"

@@ -16,7 +16,7 @@ from crossloom.verdict import Verdict
 
 from ..matching.spelling import dims, dtype, either, same_dims, scalar
 from .linear import ACTIVATIONS, LINEAR_REGION, NoKernel, Region, read_linear
-from .views import number
+from .views import extents, number
 
 _LINEAR, _EMBEDDING = "crossloom.linear", "crossloom.embedding"
 _NORMS = ("crossloom.rms_norm", "crossloom.layer_norm")
@@ -98,8 +98,7 @@ class PartReader:
         callee = self.graph.callee(expr) if isinstance(self.bound(expr), relax.Call) else None
         if callee is None or composite_name(callee) not in names:
             return None
-        parts = dict(zip((p.name for p in callee.params), self.graph.value[expr].args))
-        return parts, composite_attrs(callee)
+        return self.graph.operands(expr), composite_attrs(callee)
 
     def views(self, expr: relax.Expr) -> Iterator[tuple[relax.Expr, list[relax.Var]]]:
         """Yield a value and what it is a view of, as long as its last axis stays whole, with the views behind each."""
@@ -127,7 +126,7 @@ class PartReader:
                 return Bound(part, (*core.operands, *addend[1]))
             self.inside = before
         made = self._made(expr, products)
-        return made or Bound(Part(row_sizes(expr), Copy(tuple(number(d) for d in dims(expr) or ()))), (expr,))
+        return made or Bound(Part(row_sizes(expr), Copy(tuple(extents(expr)))), (expr,))
 
     def _made(self, expr: relax.Expr, products: bool) -> Bound | None:
         return self._lookup(expr) or (self._product(expr) if products else None)
@@ -143,16 +142,16 @@ class PartReader:
 
     def addend(self, expr: relax.Expr, to: relax.Expr) -> tuple[Addend, tuple[Operand, ...]] | None:
         """Read what is added to a value: rows of a table, or a value that may be stretched."""
-        shape, wide = dims(expr), [number(d) for d in dims(to) or ()]
+        shape, wide = dims(expr), extents(to)
         if shape is None or dtype(expr) != self.dtype or len(shape) > len(wide):
             return None
-        extents = [number(d) for d in shape]
-        if any(e != 1 and not same_dims([e], [w]) for e, w in zip(extents, wide[len(wide) - len(extents) :])):
+        own = extents(expr)
+        if any(e != 1 and not same_dims([e], [w]) for e, w in zip(own, wide[len(wide) - len(own) :])):
             return None
         found = self.lookup(expr)
         if found is not None and same_dims(dims(found[1][1]) or (), shape[:-1]):
-            return Addend((*extents[:-1], 0), found[0]), found[1]
-        return Addend(tuple(extents)), (expr,)
+            return Addend((*own[:-1], 0), found[0]), found[1]
+        return Addend(tuple(own)), (expr,)
 
     def _lookup(self, expr: relax.Expr) -> Bound | None:
         factor, at = 1.0, expr
@@ -172,13 +171,13 @@ class PartReader:
         if found is None:
             return None
         table, ids, mode = found[0]["weight"], found[0]["ids"], str(found[1]["mode"])
-        shape = [number(d) for d in dims(table) or ()]
+        shape = extents(table)
         known = isinstance(shape[0], int) and shape[0] > 0 and shape[1:] == [self.width] and dtype(table) == self.dtype
         if not known or dims(ids) is None or mode not in ("clip", "fast", "wrap", "nan"):
             return None
         self.inside |= {expr}
         ids, from_end = self._counted_from_end(ids, int(shape[0]))
-        lookup = Lookup(tuple(number(d) for d in dims(ids) or ()), int(shape[0]), dtype(ids), mode, from_end)
+        lookup = Lookup(tuple(extents(ids)), int(shape[0]), dtype(ids), mode, from_end)
         return lookup, (table, ids)
 
     def _counted_from_end(self, ids: relax.Expr, size: int) -> tuple[relax.Expr, bool]:

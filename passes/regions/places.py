@@ -17,7 +17,7 @@ from crossloom.schedules.attention import Axis, Extent, Operand
 from ..matching.lanes import NotLanes, slices
 from ..matching.lines import proved
 from ..matching.spelling import dims, dtype, fields_of, scalar
-from .views import number
+from .views import extents, number
 
 _KEY = Axis((("key", 1),))
 _MOVES = (
@@ -50,12 +50,7 @@ class Place:
     @property
     def operand(self) -> Operand:
         """The same, for a kernel."""
-        return Operand(extents(self.value), self.axes, dtype(self.value))
-
-
-def extents(expr: relax.Expr) -> tuple[Extent, ...]:
-    """Return the dimensions of a tensor, as numbers where they are."""
-    return tuple(number(d) for d in dims(expr) or ())
+        return Operand(tuple(extents(self.value)), self.axes, dtype(self.value))
 
 
 def same(a: Extent, b: Extent) -> bool:

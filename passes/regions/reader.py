@@ -28,7 +28,7 @@ from .columns import (
     follows,
     output_of,
 )
-from .views import Axis, apply_view, columns_of, elements, number, turns_into
+from .views import Axis, apply_view, columns_of, elements, extents, number, turns_into
 
 #: The composite's name.
 LINEAR_REGION = "crossloom.fused_linear"
@@ -74,7 +74,7 @@ class Reader:
             return found
         if found is not None:
             raise NoKernel(f"{var.name}: a linear layer of another one's result")
-        shape = [number(d) for d in dims(expr) or ()]
+        shape = extents(expr)
         if not shape or not isinstance(shape[-1], int):
             raise NoKernel(f"{var.name}: rows of symbolic or no length")
         return Rows(expr, columns_of(shape, shape[-1]))
@@ -107,7 +107,7 @@ class Reader:
         rows = self._rows(x, var)
         if self.rows is not None and not rows.is_same(self.rows):
             raise NoKernel(f"{var.name}: linear layers of different values")
-        shape = [number(d) for d in dims(x) or ()]
+        shape = extents(x)
         if not same_dims(dims(x) or (), dims(rows.x) or ()) or rows.view.axes != columns_of(shape, shape[-1]).axes:
             raise NoKernel(f"{var.name}: rows in another order than they are stored in")
         wide = dims(parts["weight"]) or []
@@ -167,7 +167,7 @@ class Reader:
 
     def _table(self, table: relax.Expr, axes: tuple[Axis, ...], last: int, var: relax.Var) -> Table:
         """Return a table of rotations, which axes of size 1 may have been put into here."""
-        seen = [number(d) for d in dims(table) or ()]
+        seen = extents(table)
         if not seen or seen[-1] != last:
             raise NoKernel(f"{var.name}: a table of {seen[-1:]} values, not {last}")
         if len(seen) > len(axes):
@@ -179,7 +179,7 @@ class Reader:
         made = self.values[table]
         if not isinstance(made, Rows) or made.norm is not None or made.turn is not None:
             raise NoKernel(f"{var.name}: a table made in the region")
-        lane, own = made.view.axes[-1], [number(d) for d in dims(made.x) or ()]
+        lane, own = made.view.axes[-1], extents(made.x)
         if lane.row is not None or (lane.stride, lane.extent, own[-1]) != (1, last, last):
             raise NoKernel(f"{var.name}: a table cut or mixed in the region")
         at = {axis.row: axis_under for axis, axis_under in zip(made.view.axes, under) if axis.row is not None}
@@ -195,7 +195,7 @@ class Reader:
             self._advance(value, ADDED, var)
             if self.rows is None or dtype(other) != dtype(self.rows.x) or len(dims(other) or ()) > len(value.view.axes):
                 raise NoKernel(f"{var.name}: a sum with a wider value, or of another type")
-            if [number(d) for d in dims(var) or ()] != [number(d) for d in dims(inner) or ()]:
+            if extents(var) != extents(inner):
                 raise NoKernel(f"{var.name}: a sum with a wider value")
             return replace(value, step=ADDED, residual=(other, follows(other, value.view.axes)))
         raise NoKernel(f"{var.name}: a sum of two values made in the region")
@@ -231,7 +231,7 @@ class Reader:
             raise NoKernel(f"{var.name}: a norm behind a rotation or another norm")
         if given.turn is None and inner.rows.turn is not None:
             raise NoKernel(f"{var.name}: a region that turns its rows grows no further")
-        lift = Lift(outer, [number(d) for d in dims(x) or ()])
+        lift = Lift(outer, extents(x))
         self.rows = given
         if inner.rows.norm is not None:
             self.rows = replace(given, norm=inner.rows.norm, operands=tuple(map(lift.operand, inner.rows.operands)))
@@ -245,7 +245,7 @@ class Reader:
 
     def _composite(self, var: relax.Var, callee: relax.Function, call: relax.Call) -> Value:
         name, attrs = composite_name(callee), composite_attrs(callee)
-        parts = dict(zip((p.name for p in callee.params), call.args))
+        parts = self.graph.operands(var)
         if name in ("crossloom.rms_norm", "crossloom.layer_norm"):
             return self._norm(name.removeprefix("crossloom.").removesuffix("_norm"), parts, attrs, var)
         if name == "crossloom.linear":
@@ -314,7 +314,7 @@ class Reader:
 
     def sizes_of_rows(self, rows: Rows) -> list[int | tirx.Expr]:
         """Return the shape of x where a kernel can take it."""
-        shape = [number(d) for d in dims(rows.x) or ()]
+        shape = extents(rows.x)
         if not shape or not isinstance(shape[-1], int) or shape[-1] == 0:
             raise NoKernel("rows of symbolic or no length")
         # Where a region is only thought of yet, a composed size is a variable of it to be.

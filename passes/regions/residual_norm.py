@@ -12,14 +12,13 @@ from crossloom.schedules.fused_linear import Norm
 from crossloom.schedules.residual_norm import Follows, ResidualNorm
 
 from ..matching.spelling import dims, dtype, first_name, results_of, same_dims, sizes
-from .linear import NoKernel
+from .columns import FLOATS, NoKernel
 from .views import number
 
 #: The composite's name.
 RESIDUAL_NORM_REGION = "crossloom.fused_residual_norm"
 #: Composites that are a norm.
 NORMS = frozenset({"crossloom.rms_norm", "crossloom.layer_norm"})
-_TYPES = ("float32", "float16", "float64")
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,11 @@ def _follows(operand: relax.Expr, shape: Sequence[tirx.Expr]) -> Follows:
 
 def _norm(graph: Graph, var: relax.Var, depth: int, allowed: set[str]) -> tuple[Norm, list[relax.Expr]]:
     """Return a norm and its operands behind x; ``allowed`` are the types of these and of its result."""
-    callee, call = graph.callee(var), graph.value[var]
+    callee = graph.callee(var)
     if callee is None or composite_name(callee) not in NORMS:
         raise NoKernel(f"{var.name}: not a norm")
     attrs = composite_attrs(callee)
-    parts = dict(zip((p.name for p in callee.params), call.args))
+    parts = graph.operands(var)
     operands = [parts[name] for name in ("weight", "bias") if name in parts]
     if [int(axis) for axis in attrs["axes"]] != [-1]:  # type: ignore[attr-defined]
         raise NoKernel(f"{var.name}: a norm over more than the last axis")
@@ -113,7 +112,7 @@ def read_residual_norm(graph: Graph) -> ResidualNormRegion:
     depth = number(shape[-1]) if shape else None
     if shape is None or not isinstance(depth, int) or depth == 0:
         raise NoKernel(f"{name}: rows of unknown or no length")
-    if kind not in _TYPES or {dtype(term) for term in terms} != {kind}:
+    if kind not in FLOATS or {dtype(term) for term in terms} != {kind}:
         raise NoKernel(f"{name}: a norm of values of type {kind}")
     rows = tuple(number(extent) for extent in shape[:-1])
     if any(not isinstance(extent, (int, tirx.Var)) for extent in rows):

@@ -14,8 +14,9 @@ from crossloom.schedules.fused_sequence import Addend, Copy, Layer, Sequence
 from crossloom.verdict import refuse
 
 from ..matching.spelling import dims, dtype, either, same_dims, scalar
+from .columns import FLOATS
 from .parts import VIEWS, Bound, Linear, Operand, PartReader, Problem, row_sizes
-from .views import number
+from .views import extents, number
 
 #: The composite's name.
 SEQUENCE_REGION = "crossloom.fused_sequence"
@@ -47,7 +48,7 @@ def _without_ones(shape: Several[int | tirx.Expr]) -> list[int | tirx.Expr]:
 
 def _spreads_last(inner: relax.Expr, outer: relax.Expr) -> bool:
     """Return whether a broadcast repeats values along the last axis alone."""
-    before, after = ([number(d) for d in dims(e) or ()] for e in (inner, outer))
+    before, after = (extents(e) for e in (inner, outer))
     return len(before) == len(after) and before[-1:] == [1] and same_dims(before[:-1], after[:-1])
 
 
@@ -65,7 +66,7 @@ class SequenceReader(PartReader):
             return None
         self.width = width
         self.rows = tuple(number(d) for d in shape[:-1])
-        if self.dtype not in ("float32", "float16", "float64"):
+        if self.dtype not in FLOATS:
             return None
         addends: list[tuple[Addend, tuple[Operand, ...]]] = []
         core = root
@@ -195,7 +196,7 @@ class SequenceReader(PartReader):
             if not same_dims(row_sizes(whole), self.rows) or number((dims(whole) or [0])[-1]) != self.width:
                 return None
             bounds = [self.part(whole, products)]
-        shape = tuple(number(d) for d in dims(mask.rows) or ())
+        shape = tuple(extents(mask.rows))
         parts = tuple(bound.part for bound in bounds)
         in_order = taken is not None
         return Layer(shape, dtype(mask.rows), mask.token, in_order, parts, in_order and flat), bounds
@@ -206,7 +207,7 @@ class SequenceReader(PartReader):
 
     def _mask(self, expr: relax.Expr, flat: bool) -> _Mask | None:
         """Read a mask of rows, None where it may differ along a row."""
-        shape = [number(d) for d in dims(expr) or ()]
+        shape = extents(expr)
         count = len(self.rows)
         if not flat and not (
             same_dims(shape[:-1], self.rows[count - len(shape) + 1 :]) and shape[-1] in (1, self.width)
@@ -257,7 +258,7 @@ class SequenceReader(PartReader):
         source, index = take.args[:2]
         whole = self._whole_of(source) if flat else source
         if not flat:
-            shape = [number(d) for d in dims(source) or ()]
+            shape = extents(source)
             # Whole rows: the last axis but one, and nothing in front of it.
             if (
                 take.attrs.axis is None
@@ -315,7 +316,7 @@ class SequenceReader(PartReader):
         if counted is None or not counted.same_as(mask) or (self.width > 1 and self._by_row(over) == flat):
             return None
         axis = call.attrs.axis
-        shape = [number(d) for d in dims(over) or ()]
+        shape = extents(over)
         others = [] if axis is None else shape[: int(axis) % len(shape)] + shape[int(axis) % len(shape) + 1 :]
         if _without_ones(others):
             raise Problem(refuse("count-restarts-per-batch", index.name, "rows are counted through all of the batch"))

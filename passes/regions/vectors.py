@@ -19,7 +19,7 @@ from crossloom.schedules.semantic_gate import Apply, Dot, Given, Number, Scalar,
 
 from ..matching.spelling import dims, dtype, is_constant, only_rounds, same_dims, scalar
 from .linear import NoKernel
-from .views import number
+from .views import extents, number
 
 _ONE = Number(1.0)
 _UNARY = ("sqrt", "rsqrt", "sigmoid", "exp", "tanh", "negative", "abs")
@@ -173,7 +173,7 @@ class GateReader:
         raise NoKernel(f"{var.name}: {op} is no step of a gate")
 
     def _viewed(self, op: str, value: Value, call: relax.Call, var: relax.Var) -> Value:
-        before, after = ([number(d) for d in dims(e) or ()] for e in (call.args[0], var))
+        before, after = (extents(e) for e in (call.args[0], var))
         if isinstance(value, Products):
             raise NoKernel(f"{var.name}: a view of a product")
         tail = value.units if isinstance(value, RowNumber) else 1 + value.behind

@@ -10,6 +10,8 @@ from tvm import relax, tirx
 
 from crossloom.rewrite.sizes import same_size
 
+from ..matching.spelling import dims
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -42,10 +44,9 @@ def number(extent: tirx.Expr | int) -> tirx.Expr | int:
     return int(extent) if isinstance(extent, (int, tirx.IntImm)) else extent
 
 
-def _equal(a: int | tirx.Expr, b: int | tirx.Expr) -> bool:
-    if isinstance(a, int) or isinstance(b, int):
-        return isinstance(a, int) and isinstance(b, int) and a == b
-    return same_size(a, b)
+def extents(expr: relax.Expr) -> list[int | tirx.Expr]:
+    """Return the dimensions of a tensor, as numbers where they are; none where its shape is unknown."""
+    return [number(d) for d in dims(expr) or ()]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class View:
                 out.append(UNIT)
             elif not old:
                 return None
-            elif _equal(extent, old[0].extent):
+            elif same_size(extent, old[0].extent):
                 out.append(old.pop(0))
             elif not isinstance(extent, int) or (taken := _taken(old, extent)) is None:
                 return None

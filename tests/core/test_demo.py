@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from checkout import benchmark
 from crossloom.models import shapes3
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def modules():
-    sys.path.insert(0, str(ROOT))
-    try:
-        yield importlib.import_module("benchmarks.demo"), importlib.import_module("benchmarks.fidelity")
-    finally:
-        sys.path.remove(str(ROOT))
+    return benchmark("demo"), benchmark("fidelity")
 
 
 GOOD = {

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from checkout import benchmark
 from crossloom.flow import steps
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def pareto():
-    sys.path.insert(0, str(ROOT))
-    try:
-        yield importlib.import_module("benchmarks.rotary_pareto")
-    finally:
-        sys.path.remove(str(ROOT))
+    return benchmark("rotary_pareto")
 
 
 @pytest.fixture

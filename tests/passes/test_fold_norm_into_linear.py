@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import tvm
 from hypothesis import strategies as st
@@ -21,21 +20,12 @@ from crossloom.targets import get_target
 from crossloom.testing import assert_pass_preserves, run_module
 from crossloom.verdict import Ledger
 from fused import calls, fused, layers
+from residual import reference as norm_reference
+from residual import rms
 
 op = relax.op
 N = tirx.Var("n", "int64")
 HOST = get_target("host").tvm_target()
-
-
-def rms(emit, x, g, eps=1e-5):
-    square = emit(op.mean(emit(op.multiply(x, x)), -1, keepdims=True))
-    inverse = emit(op.rsqrt(emit(op.add(square, relax.const(eps, str(x.ty.dtype))))))
-    return emit(op.multiply(emit(op.multiply(x, inverse)), g))
-
-
-def rms_reference(x, g, eps=1e-5):
-    x = x.astype("float64")
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * g
 
 
 def test_golden_norm():
@@ -112,7 +102,7 @@ def test_golden_norm():
 
 
 def projections(emit, x, g, *weights):
-    n = rms(emit, x, g)
+    n = rms(emit, x, g, eps=1e-5)
     return emit(relax.Tuple([emit(op.matmul(n, w)) for w in weights]))
 
 
@@ -136,7 +126,7 @@ def test_the_weight_is_folded_only_where_it_is_a_weight(num_input, dtype):
     text = lowered["decode"].script(show_meta=False)
     if num_input < 5:
         assert ("R.multiply" in text) == (num_input == 1 and dtype == "float32")
-    n = rms_reference(*values[:2])
+    n = norm_reference(values[0].astype("float64"), "rms", values[1], eps=1e-5)
     for got, w in zip(run_module(lowered, "decode", values), values[2:], strict=True):
         assert worst_error(n @ w.astype("float64"), got.astype("float64")) < REASSOCIATES.bound(dtype)
 
@@ -151,7 +141,7 @@ def codes(build, shapes):
 
 def test_refused_what_else_reads_the_norm():
     def build(emit, x, g, w):
-        n = rms(emit, x, g)
+        n = rms(emit, x, g, eps=1e-5)
         return emit(relax.Tuple([emit(op.matmul(n, w)), n]))
 
     assert codes(build, [(3, 4), (4,), (4, 6)]) == {"norm-read-elsewhere"}
@@ -169,7 +159,7 @@ def test_refused_a_norm_that_is_also_the_residual():
     """A kernel does not have the normed rows to add: the region that adds them stays one of its own."""
 
     def build(emit, x, g, w):
-        n = rms(emit, x, g)
+        n = rms(emit, x, g, eps=1e-5)
         return emit(op.add(n, emit(op.matmul(n, w))))
 
     mod = module(build, [(3, 4), (4,), (4, 4)], ("decode",))
@@ -182,7 +172,7 @@ def test_refused_a_norm_that_is_also_the_residual():
 
 def test_refused_a_norm_in_front_of_a_region_that_norms():
     def build(emit, x, g, h, w):
-        return emit(op.matmul(rms(emit, rms(emit, x, g), h), w))
+        return emit(op.matmul(rms(emit, rms(emit, x, g, eps=1e-5), h, eps=1e-5), w))
 
     mod = module(build, [(3, 4), (4,), (4,), (4, 6)], ("decode",))
     once, _ = fused(mod, FoldNormIntoLinear())
@@ -207,9 +197,8 @@ def normed(draw):
 
     def reference(values):
         x, g, b, w, v = (a.astype("float64") for a in values)
-        centred = x - x.mean(-1, keepdims=True) if layered else x
-        n = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-2) * g
-        return [(n + b if layered else n) @ w + (v if biased else 0)]
+        n = norm_reference(x, "layer", g, b, eps=1e-2) if layered else norm_reference(x, "rms", g, eps=1e-2)
+        return [n @ w + (v if biased else 0)]
 
     shapes = lambda d, m, k: [("n", d + 1), (d + 1,), (d + 1,), (d + 1, m), (m,)]
     return draw(layers(emit, reference, shapes))

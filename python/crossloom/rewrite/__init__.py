@@ -2,8 +2,8 @@
 
 from .composite import composite_attrs, composite_name, outline
 from .dataflow_pattern import pattern
-from .driver import Match, Rule, Site, apply_rules, limit_rewrites, rewrite_pass
-from .graph import Graph, children, rebuild
+from .driver import Match, Rule, Site, apply_rules, limit_rewrites, rewrite_pass, root_name
+from .graph import Graph, children, per_graph, rebuild
 from .grouping import GroupRule, apply_groups, group_pass, region_of, unknown_size
 from .splice import splice
 
@@ -22,9 +22,11 @@ __all__ = [
     "limit_rewrites",
     "outline",
     "pattern",
+    "per_graph",
     "rebuild",
     "region_of",
     "rewrite_pass",
+    "root_name",
     "splice",
     "unknown_size",
 ]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, wraps
+from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from tvm import ir, relax
+
+Found = TypeVar("Found")
 
 
 def children(value: relax.Expr) -> Iterator[relax.Expr]:
@@ -146,6 +150,27 @@ class Graph:
             return func if isinstance(func, relax.Function) else None
         return None
 
+    def operands(self, expr: relax.Expr) -> dict[str, relax.Expr]:
+        """Return the arguments of the call of a private function that ``expr`` is bound to, by parameter."""
+        callee = self.callee(expr)
+        return {} if callee is None else {p.name: arg for p, arg in zip(callee.params, self.resolve(expr).args)}
+
     def uses(self, var: relax.Var) -> int:
         """Return how many binding values use ``var``, plus one if it escapes."""
         return len(set(self.users.get(var, ()))) + (var in self.escapes)
+
+
+def per_graph(compute: Callable[[Graph], Found]) -> Callable[[Graph], Found]:
+    """Return a function that looks for something once in each graph, and forgets it with the graph.
+
+    What it finds must not hold the graph itself, but through a weak reference.
+    """
+    known: WeakKeyDictionary[Graph, Found] = WeakKeyDictionary()
+
+    @wraps(compute)
+    def found(graph: Graph) -> Found:
+        if graph not in known:
+            known[graph] = compute(graph)
+        return known[graph]
+
+    return found

@@ -22,7 +22,7 @@ from ..verdict import Verdict, accept, refuse
 from .composite import Attr, composite_name, fresh_params
 from .driver import Match, choose, graphs_of, weigh
 from .graph import Graph, children, rebuild
-from .sizes import dimensions, is_size, sizes_in, translate
+from .sizes import dimensions, in_terms_of, is_size, sizes_in, translate
 from .splice import splice
 
 #: Composites of this kind are opened when they join a larger group.
@@ -177,13 +177,7 @@ def region_of(match: Match, composite: str, attrs: Mapping[str, Attr] | None = N
     env: dict[relax.Expr, relax.Expr] = dict(zip(inputs, params))
     known = [pair for old, new in zip(inputs, params) for pair in zip(dimensions(old), dimensions(new))]
     builder = relax.BlockBuilder()
-
-    def renew(expr: relax.Expr) -> relax.Expr:
-        if isinstance(expr, relax.ShapeExpr):
-            return relax.ShapeExpr([translate(d, known) for d in expr.values])
-        if is_size(expr):
-            return translate(expr, known)
-        return env[expr] if isinstance(expr, relax.Var) else expr
+    renew = in_terms_of(env, known)
 
     short = composite.split(".")[-1]
     with builder.function(short, params, attrs={"Composite": composite}, private=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tvm import ir, relax, tirx
 from tvm.sym.analyzer import Analyzer
@@ -67,3 +67,24 @@ def translate(dim: tirx.Expr, known: Known) -> tirx.Expr | None:
 
     renewed = structural_map(dim, (tirx.Var, renew)) if not isinstance(dim, tirx.Var) else renew(dim)
     return None if missing else renewed
+
+
+def in_terms_of(values: Mapping[relax.Expr, relax.Expr], known: Known) -> Callable[[relax.Expr], relax.Expr]:
+    """Return what tells a leaf operand of one function in terms of another one.
+
+    Parameters
+    ----------
+    values : mapping of relax.Var to relax.Expr
+        Of every variable that is asked for.
+    known : sequence of pairs
+        That determine every size that is asked for.
+    """
+
+    def renew(leaf: relax.Expr) -> relax.Expr:
+        if isinstance(leaf, relax.ShapeExpr):
+            return relax.ShapeExpr([translate(d, known) for d in leaf.values])
+        if is_size(leaf):
+            return translate(leaf, known)
+        return values[leaf] if isinstance(leaf, relax.Var) else leaf
+
+    return renew
