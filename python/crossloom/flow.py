@@ -31,6 +31,8 @@ CPU: tuple[str, ...] = (
     "lift-cache-stack",
     # What each composite belongs to (tower, projector, layer): while there is a composite for each.
     "annotate-semantic-regions",
+    # Batch norms leave before regions grow: what stood behind them then stands behind a layer.
+    "fold-batch-norm",
     # What crosses modalities, before the layers on either side grow regions of their own.
     "fuse-cross-modal-embedding",
     "fuse-semantic-gate",

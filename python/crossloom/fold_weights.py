@@ -4,11 +4,11 @@
     y  = R.matmul(x, wt)
 ->  y  = R.matmul(x, w_folded)    # w_folded = w.T, stored in the model
 
-Fires for permute_dims, reshape, astype, expand_dims, squeeze, concat, takes of constant indices, elementwise sums and
-products, and matrix products that are no larger than their factors, whose operands are weights, constants or folded
-themselves.
+Fires for permute_dims, reshape, astype, expand_dims, squeeze, concat, takes of constant indices, elementwise sums,
+products, quotients and square roots, sums over axes, and matrix products that are no larger than their factors, whose
+operands are weights, constants or folded themselves.
 Never for a value that is only a constant (TVM's FoldConstant does those) or one with a symbolic shape.
-Numerics: exact, numpy computing in the values' own dtype; matrix products are summed in float64 and rounded once.
+Numerics: exact, numpy computing in the values' own dtype; sums are made in float64 and rounded once.
 
 It works on a :class:`crossloom.model.Model`, since it changes weights; the driver runs it after
 ``inline-composites``, when what composites hid is plain operators again.
@@ -64,6 +64,25 @@ def _concat(call: relax.Call, *parts: np.ndarray) -> np.ndarray:
     return np.concatenate(parts, axis=None if axis is None else int(axis))
 
 
+def _divide(call: relax.Call, x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
+    with np.errstate(all="ignore"):
+        # Quotients of integers are rounded by the operator's own rule.
+        return x / y if "float" in str(x.dtype) else None
+
+
+def _of_floats(compute: Callable[[np.ndarray], np.ndarray]) -> Callable[..., np.ndarray | None]:
+    def run(call: relax.Call, x: np.ndarray) -> np.ndarray | None:
+        with np.errstate(all="ignore"):
+            return compute(x) if "float" in str(x.dtype) else None
+
+    return run
+
+
+def _sum(call: relax.Call, x: np.ndarray) -> np.ndarray | None:
+    axes = None if call.attrs.axis is None else tuple(int(a) for a in call.attrs.axis)
+    return np.sum(x.astype("float64"), axis=axes) if "float" in str(x.dtype) else None
+
+
 def _matmul(call: relax.Call, x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
     # A product that is larger than its factors (low-rank weights) is not worth storing.
     floats = "float" in str(x.dtype) and "float" in str(y.dtype)
@@ -74,7 +93,7 @@ def _matmul(call: relax.Call, x: np.ndarray, y: np.ndarray) -> np.ndarray | None
 
 #: Operators whose other operands may be constants of the graph.
 _WITH_CONSTANTS = frozenset(
-    {"relax.add", "relax.subtract", "relax.multiply", "relax.take", "relax.concat", "relax.matmul"}
+    {"relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.take", "relax.concat", "relax.matmul"}
 )
 #: Operator -> numpy on the operands' values; the result is reshaped and cast to the call's own type.
 _COMPUTE: dict[str, Callable[..., np.ndarray | None]] = {
@@ -86,6 +105,11 @@ _COMPUTE: dict[str, Callable[..., np.ndarray | None]] = {
     "relax.add": lambda call, x, y: x + y,
     "relax.subtract": lambda call, x, y: x - y,
     "relax.multiply": lambda call, x, y: x * y,
+    "relax.divide": _divide,
+    "relax.negative": lambda call, x: -x,
+    "relax.sqrt": _of_floats(np.sqrt),
+    "relax.rsqrt": _of_floats(lambda x: 1 / np.sqrt(x)),
+    "relax.sum": _sum,
     "relax.take": _take,
     "relax.matmul": _matmul,
     "relax.concat": _concat,

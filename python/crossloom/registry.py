@@ -32,6 +32,7 @@ BUILTINS = (
     "crossloom.passes.batch_attention_windows",
     "crossloom.passes.lift_cache_stack",
     "crossloom.passes.annotate_semantic_regions",
+    "crossloom.passes.fold_batch_norm",
     "crossloom.passes.fuse_cross_modal_embedding",
     "crossloom.passes.fuse_semantic_gate",
     "crossloom.passes.fuse_cross_attention_kv",

@@ -75,7 +75,7 @@ class Rule:
     name : str
         Stands in verdicts.
     roots : frozenset of str
-        Operator names (or composite names) of the bindings that can be a root.
+        Operator names (or composite names) of the bindings that can be a root; ``TupleGetItem`` for results of a tuple.
     match : callable (Graph, relax.Var) -> Match, Verdict or None
         None where the pattern is not there; a refusing Verdict where it is there but cannot be proved.
     legal : callable (Match) -> Verdict
@@ -194,8 +194,12 @@ class _Rewriter(PyExprMutator):
         self.root = outer
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
-        if self.root is None:
-            return super().visit_call_(call)
+        return super().visit_call_(call) if self.root is None else self._replaced()
+
+    def visit_tuple_getitem_(self, item: relax.TupleGetItem) -> relax.Expr:
+        return super().visit_tuple_getitem_(item) if self.root is None else self._replaced()
+
+    def _replaced(self) -> relax.Expr:
         (rule, match), self.root = self.todo[self.root], None
         return rule.replace(Site(match, self.builder_, self.visit_expr))
 
@@ -243,7 +247,7 @@ def choose(
     left = _limit.get()
     by_root: dict[str, list[relax.Var]] = {}
     for var in graph.order:
-        name = root_name(graph, var)
+        name = "TupleGetItem" if isinstance(graph.value[var], relax.TupleGetItem) else root_name(graph, var)
         if name:
             by_root.setdefault(name, []).append(var)
     claimed: set[relax.Var] = set()
