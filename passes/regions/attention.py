@@ -240,6 +240,7 @@ class _Reader:
             None if bias is None else bias.operand,
             bool(self.facts["bias_inside"]),
             causal,
+            None,
             str(self.facts["empty_rows"]) == "zero",
             layer is not None,
         )

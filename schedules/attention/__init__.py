@@ -5,7 +5,7 @@ elements lie and what masks there are, and :func:`kernel` writes it for a machin
 """
 
 from .kernel import kernel
-from .plan import Plan, plan
+from .plan import FewQueries, Plan, few_queries, plan
 from .spec import Axis, Extent, Operand, Role, Spec
 
-__all__ = ["Axis", "Extent", "Operand", "Plan", "Role", "Spec", "kernel", "plan"]
+__all__ = ["Axis", "Extent", "FewQueries", "Operand", "Plan", "Role", "Spec", "few_queries", "kernel", "plan"]

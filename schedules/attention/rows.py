@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from .lanes import summed
-from .spec import Extent, Operand
-from .writer import Expr, Part, Roles, Writer
+from .row_products import RowProducts
+from .spec import Extent
+from .writer import Expr, Part, Roles
 
 #: Rows whose sums are in registers at once.
 _TOGETHER = 3
 
 
-class RowWriter(Writer):
+class RowWriter(RowProducts):
     """Emits the kernel."""
 
     def write(self) -> None:
         """Emit everything."""
-        spec, cut = self.spec, self.cut
-        assert isinstance(self.rows, int)
-        with self.units(1) as (unit, _):
-            self.unit = unit
-            self.queries = self.scratch(self.rows, spec.lanes)
-            self.sum = self.scratch(self.rows, spec.value_lanes)
-            self.scores = self.scratch(self.rows, cut.block)
-            self.top, self.fade = self.scratch(self.rows), self.scratch(self.rows)
-            self.total = self.scratch(self.rows, cut.lanes)
+        spec, cut, rows = self.spec, self.cut, self.cut.width
+        at_once = rows // spec.groups
+        units = spec.queries // at_once if isinstance(spec.queries, int) else tirx.floordiv(spec.queries, at_once)
+        with self.units(units) as (unit, tile):
+            self.unit, self.first = unit, T.bind(tile * at_once)
+            self.queries = self.scratch(rows, spec.lanes)
+            self.sum = self.scratch(rows, spec.value_lanes)
+            self.scores = self.scratch(rows, cut.block)
+            self.top, self.fade = self.scratch(rows), self.scratch(rows)
+            self.total = self.scratch(rows, cut.lanes)
             self._start()
-            for part in self.parts(spec.queries - 1):
-                with T.serial(tirx.floordiv(part.limit + (cut.block - 1), cut.block)) as block:
-                    begin = T.bind(block * cut.block)
-                    self._block(part, begin, T.bind(tirx.min(part.limit - begin, cut.block)))
+            for part in self.parts(self.first, self.first + (at_once - 1)):
+                with self.blocks(part) as (begin, count):
+                    self._block(part, begin, count)
             self._finish()
 
     # Rows --------------------------------------------------------------------------------------------------------
@@ -52,11 +52,12 @@ class RowWriter(Writer):
             emit(whole * lanes + rest)
 
     def _roles(self, row: Extent) -> Roles:
-        return {**self.unit, **self.row(row)}
+        of_row = self.row(row)
+        return {**self.unit, **of_row, "query": self.first + of_row["query"]}
 
     def _start(self) -> None:
         spec, zero = self.spec, self.number(0.0)
-        with T.serial(self.rows) as r:
+        with T.serial(self.cut.width) as r:
             roles = self._roles(r)
             scale = self.number(spec.scale)
             self._along(
@@ -70,7 +71,7 @@ class RowWriter(Writer):
 
     def _finish(self) -> None:
         spec = self.spec
-        with T.serial(self.rows) as r:
+        with T.serial(self.cut.width) as r:
             factor = T.bind(self.inverse(self._folded(self.total, r, self.cut.lanes, lambda a, b: a + b)))
             roles = self._roles(r)
 
@@ -93,73 +94,19 @@ class RowWriter(Writer):
 
     def _together(self) -> Iterator[range]:
         """Yield the rows in stretches whose sums are in registers at once."""
-        assert isinstance(self.rows, int)
-        for first in range(0, self.rows, _TOGETHER):
-            yield range(first, min(first + _TOGETHER, self.rows))
+        for first in range(0, self.cut.width, _TOGETHER):
+            yield range(first, min(first + _TOGETHER, self.cut.width))
 
     def _block(self, part: Part, begin: Expr, count: Expr) -> None:
-        spec, cut = self.spec, self.cut
-        assert isinstance(self.rows, int)
-        steps = T.bind(tirx.floordiv(count + (cut.lanes - 1), cut.lanes))
-        with T.serial(steps) as step:
-            for at in range(0, cut.lanes, cut.height):
-                # Behind the last key it is taken again; what it gives is hidden afterwards.
-                keys = [T.bind(tirx.min(step * cut.lanes + at + i, count - 1)) for i in range(cut.height)]
-                for rows in self._together():
-                    self._score(part, begin, keys, step * cut.lanes + at, rows)
-        with T.serial(self.rows) as row:
+        for rows in self._together():
+            self.score(part, begin, count, rows)
+        steps = T.bind(tirx.floordiv(count + (self.cut.lanes - 1), self.cut.lanes))
+        with T.serial(self.cut.width) as row:
             self._mask(row, part.start + begin, count)
             self._hide(part, begin, count, steps, row)
             self._weights(steps, row)
         for rows in self._together():
-            whole, rest = divmod(spec.value_lanes, cut.depth)
-            if whole:
-                with T.serial(whole) as tile:
-                    self._weigh(part, begin, count, tile * cut.depth, cut.depth, rows)
-            if rest // cut.lanes:
-                self._weigh(part, begin, count, whole * cut.depth, rest // cut.lanes * cut.lanes, rows)
-            if rest % cut.lanes:
-                at = spec.value_lanes - rest % cut.lanes
-                with T.serial(rest % cut.lanes) as e:
-                    self._weigh(part, begin, count, at + e, 1, rows)
-
-    def _score(self, part: Part, begin: Expr, keys: Sequence[Expr], at: Expr, rows: range) -> None:
-        """Sum the products of a few keys with a few rows; they stand from ``at`` on in the block."""
-        spec, cut, lanes = self.spec, self.cut, self.cut.lanes
-        operand, buffer = spec.k[part.index], self.k[part.index]
-        vectors = spec.lanes // lanes if lanes > 1 and operand.runs_along("lane") else 0
-
-        def element(key: Expr, e: Expr, many: int) -> Expr:
-            return self.load(buffer, operand, {**self.unit, "key": begin + key, "lane": e}, many)
-
-        if vectors:
-            sums = self.scratch(len(rows) * cut.height, lanes)
-            for i in range(len(rows) * cut.height):
-                with T.vectorized(lanes) as v:
-                    T.buffer_store(sums, self.number(0.0), [i, v])
-            with T.serial(vectors) as chunk:
-                for i, key in enumerate(keys):
-                    loaded = T.bind(element(key, chunk * lanes, lanes))
-                    for j, row in enumerate(rows):
-                        place = [j * cut.height + i, tirx.Ramp(0, 1, lanes)]
-                        query = self.queries[row, tirx.Ramp(chunk * lanes, 1, lanes)]
-                        T.buffer_store(sums, sums[tuple(place)] + loaded * query, place)
-            across = tirx.Ramp(at, 1, cut.height) if cut.height > 1 else at
-            for j, row in enumerate(rows):
-                of_row = [sums[j * cut.height + i, tirx.Ramp(0, 1, lanes)] for i in range(cut.height)]
-                T.buffer_store(self.scores, summed(of_row, lanes), [row, across])
-        else:
-            for row in rows:
-                for i in range(cut.height):
-                    T.buffer_store(self.scores, self.number(0.0), [row, at + i])
-        if spec.lanes - vectors * lanes:
-            with T.serial(spec.lanes - vectors * lanes) as rest:
-                e = vectors * lanes + rest
-                for i, key in enumerate(keys):
-                    loaded = T.bind(element(key, e, 1))
-                    for row in rows:
-                        value = self.scores[row, at + i] + loaded * self.queries[row, e]
-                        T.buffer_store(self.scores, value, [row, at + i])
+            self.weigh(part, begin, count, rows)
 
     def _mask(self, row: Expr, start: Expr, count: Expr) -> None:
         if not self.added():
@@ -178,14 +125,24 @@ class RowWriter(Writer):
 
     def _hide(self, part: Part, begin: Expr, count: Expr, steps: Expr, row: Expr) -> None:
         """Give keys that are not there, or not seen by a row, no weight."""
-        lanes, end = self.cut.lanes, count
-        if self.spec.causal is not None:
-            seen = self._roles(row)["query"] + self.spec.causal + 1 - part.start - begin
+        lanes, end, causal, window = self.cut.lanes, count, self.spec.causal, self.spec.window
+
+        def hide(step: Expr, hidden: Callable[[Expr], Expr]) -> None:
+            with T.vectorized(lanes) as v:
+                key = step * lanes + v
+                score = tirx.Select(hidden(key), self.number(float("-inf")), self.scores[row, key])
+                T.buffer_store(self.scores, score, [row, key])
+
+        # The rows of one query see what is read at all.
+        if causal is not None and self.cut.width > self.spec.groups:
+            seen = self._roles(row)["query"] + causal + 1 - part.start - begin
             end = T.bind(tirx.max(tirx.min(count, seen), 0))
-        with T.serial(tirx.floordiv(end, lanes), steps) as step, T.vectorized(lanes) as v:
-            key = step * lanes + v
-            hidden = tirx.Select(key < end, self.scores[row, key], self.number(float("-inf")))
-            T.buffer_store(self.scores, hidden, [row, key])
+            if window is not None:
+                first = T.bind(tirx.max(tirx.min(count, seen - window), 0))
+                with T.serial(tirx.floordiv(first + (lanes - 1), lanes)) as step:
+                    hide(step, lambda key: key < first)
+        with T.serial(tirx.floordiv(end, lanes), steps) as step:
+            hide(step, lambda key: key >= end)
 
     def _weights(self, steps: Expr, row: Expr) -> None:
         """Turn a row's scores into weights, and add these up."""
@@ -207,54 +164,3 @@ class RowWriter(Writer):
                 T.buffer_store(self.scores, tirx.exp(self.scores[row, key] - top), [row, key])
             with T.vectorized(lanes) as v:
                 T.buffer_store(self.total, self.total[row, v] + self.scores[row, step * lanes + v], [row, v])
-
-    def _weigh(self, part: Part, begin: Expr, count: Expr, at: Expr | int, depth: int, rows: range) -> None:
-        """Add the weighed values of a block, ``depth`` elements of them, to a few rows."""
-        operand, buffer = self.spec.v[part.index], self.v[part.index]
-        lanes = self.cut.lanes if depth > 1 else 1
-        vectors = depth // lanes
-        # One sum alone would wait for itself.
-        apart = 2 if len(rows) * vectors <= 4 else 1
-        sums = self.scratch(apart * len(rows), depth)
-
-        def along(first: Expr | int) -> Expr | int:
-            return tirx.Ramp(first, 1, lanes) if lanes > 1 else first
-
-        def alike(value: Expr) -> Expr:
-            return tirx.Broadcast(value, lanes) if lanes > 1 else value
-
-        for j, row in enumerate(rows):
-            for n in range(vectors):
-                old = self.sum[row, along(at + n * lanes)] * alike(self.fade[row])
-                T.buffer_store(sums, old, [j * apart, along(n * lanes)])
-                for other in range(1, apart):
-                    T.buffer_store(sums, alike(self.number(0.0)), [j * apart + other, along(n * lanes)])
-
-        def add(key: Expr, which: int) -> None:
-            weights = [T.bind(alike(self.scores[row, key])) for row in rows]
-            for n in range(vectors):
-                roles: Roles = {**self.unit, "key": begin + key, "lane": at + n * lanes}
-                loaded = T.bind(self._values(buffer, operand, roles, lanes))
-                for j, weight in enumerate(weights):
-                    spot = [j * apart + which, along(n * lanes)]
-                    T.buffer_store(sums, sums[tuple(spot)] + loaded * weight, spot)
-
-        with T.serial(tirx.floordiv(count, apart)) as pair:
-            for which in range(apart):
-                add(pair * apart + which, which)
-        if apart > 1:
-            with T.If(tirx.floormod(count, apart) != 0), T.Then():
-                add(count - 1, 0)
-        for j, row in enumerate(rows):
-            for n in range(vectors):
-                total = sums[j * apart, along(n * lanes)]
-                for other in range(1, apart):
-                    total = total + sums[j * apart + other, along(n * lanes)]
-                T.buffer_store(self.sum, total, [row, along(at + n * lanes)])
-
-    def _values(self, buffer: Any, operand: Operand, roles: Roles, lanes: int) -> Expr:
-        """Return neighbouring elements of a value, from wherever they lie."""
-        if lanes == 1 or operand.runs_along("lane"):
-            return self.load(buffer, operand, roles, lanes)
-        single = [self.load(buffer, operand, {**roles, "lane": roles["lane"] + i}) for i in range(lanes)]
-        return tirx.Shuffle(single, [tirx.const(i, "int32") for i in range(lanes)])

@@ -94,6 +94,8 @@ class Spec:
         Whether ``fill`` stands in place of the sum with the bias, too (else the bias is added to it).
     causal : int, tvm.tirx.Expr or None
         Query i sees the keys j <= i + causal.
+    window : int or None
+        And of these the last ones only, j > i + causal - window; wants ``causal``.
     zero_empty_rows : bool
         What a query gives of which every score is minus infinity: zero, or not a number as softmax does.
         Without any key it is zero, the sum of nothing, in either case.
@@ -125,6 +127,7 @@ class Spec:
     bias: Operand | None = None
     bias_inside: bool = False
     causal: Extent | None = None
+    window: int | None = None
     zero_empty_rows: bool = False
     layered: bool = False
 

@@ -30,35 +30,44 @@ class Part:
         Which of the tensors of keys and values.
     start : int or Expr
         Its first key, counted over all parts.
-    limit : int or Expr
-        Keys of it that are read at all.
+    first, limit : int or Expr
+        The keys of it that are read at all, ``first <= key < limit``.
     """
 
     index: int
     start: Extent
+    first: Extent
     limit: Extent
 
 
-class Writer(ABC):
-    """Declares a kernel's arguments and emits what does not depend on the shape of work."""
+class Arguments:
+    """A kernel's arguments, declared once; what is not there is None."""
 
-    def __init__(self, spec: Spec, cut: Plan) -> None:
-        self.spec, self.cut, self.sums = spec, cut, spec.sum_dtype
+    def __init__(self, spec: Spec) -> None:
         parts = range(len(spec.keys))
-        self.q = self._argument("q", spec.q)
-        self.k = [self._argument(f"k{i}", spec.k[i]) for i in parts]
-        self.v = [self._argument(f"v{i}", spec.v[i]) for i in parts]
-        self.mask = self._argument("mask", spec.mask)
-        self.bias = self._argument("bias", spec.bias)
-        layer = self._argument("layer", Operand((), (), "int64")) if spec.layered else None
-        self.out = self._argument("out", spec.out)
-        self.given: Roles = {} if layer is None else {"layer": T.bind(layer[()])}
-        self.rows: Extent = spec.queries * spec.groups
-        self.keys: Extent = sum(spec.keys[1:], spec.keys[0])
+        self.q = self._declared("q", spec.q)
+        self.k = [self._declared(f"k{i}", spec.k[i]) for i in parts]
+        self.v = [self._declared(f"v{i}", spec.v[i]) for i in parts]
+        self.mask = self._declared("mask", spec.mask)
+        self.bias = self._declared("bias", spec.bias)
+        self.layer = self._declared("layer", Operand((), (), "int64")) if spec.layered else None
+        self.out = self._declared("out", spec.out)
 
     @staticmethod
-    def _argument(name: str, operand: Operand | None) -> Any:
+    def _declared(name: str, operand: Operand | None) -> Any:
         return None if operand is None else argument(name, operand.shape, operand.dtype)
+
+
+class Writer(ABC):
+    """Emits what does not depend on the shape of work."""
+
+    def __init__(self, spec: Spec, cut: Plan, arguments: Arguments) -> None:
+        self.spec, self.cut, self.sums = spec, cut, spec.sum_dtype
+        self.q, self.k, self.v, self.out = arguments.q, arguments.k, arguments.v, arguments.out
+        self.mask, self.bias = arguments.mask, arguments.bias
+        self.given: Roles = {} if arguments.layer is None else {"layer": T.bind(arguments.layer[()])}
+        self.rows: Extent = spec.queries * spec.groups
+        self.keys: Extent = sum(spec.keys[1:], spec.keys[0])
 
     @abstractmethod
     def write(self) -> None:
@@ -105,31 +114,42 @@ class Writer(ABC):
     def units(self, tiles: Extent) -> Iterator[tuple[Roles, Expr]]:
         """Go over (batch, head, tile); yields the roles of the first two, and the tile.
 
-        Under a causal mask later tiles cost more: short and long ones take turns, so that threads, which get
-        neighbouring units, get the same amount of work.
+        Under a causal mask without a window later tiles cost more: short and long ones take turns, so that threads,
+        which get neighbouring units, get the same amount of work.
         """
         spec = self.spec
         with self.spread(spec.batch * spec.heads * tiles) as unit:
             tile = T.bind(tirx.floormod(unit, tiles))
-            if spec.causal is not None:
+            if spec.causal is not None and spec.window is None:
                 half = tirx.floordiv(tile, 2)
                 tile = T.bind(tirx.Select(tirx.floormod(tile, 2) == 0, half, tiles - 1 - half))
             pair = T.bind(tirx.floordiv(unit, tiles))
             batch, head = tirx.floordiv(pair, spec.heads), tirx.floormod(pair, spec.heads)
             yield {"batch": T.bind(batch), "head": T.bind(head), **self.given}, tile
 
-    def parts(self, last_query: Extent) -> list[Part]:
-        """Return the parts, cut off behind the last key that a query sees."""
+    def parts(self, first_query: Extent, last_query: Extent) -> list[Part]:
+        """Return the parts, without keys that none of some queries in a row sees."""
+        causal, window = self.spec.causal, self.spec.window
         out: list[Part] = []
         start: Extent = 0
         for index, keys in enumerate(self.spec.keys):
+            first: Extent = 0
             limit = keys
-            if self.spec.causal is not None:
-                seen = last_query + self.spec.causal + 1 - start
-                limit = T.bind(tirx.max(tirx.min(seen, keys), 0))
-            out.append(Part(index, start, limit))
+            if causal is not None:
+                limit = T.bind(tirx.max(tirx.min(last_query + causal + 1 - start, keys), 0))
+            if causal is not None and window is not None:
+                first = T.bind(tirx.min(tirx.max(first_query + causal + 1 - window - start, 0), limit))
+            out.append(Part(index, start, first, limit))
             start = start + keys
         return out
+
+    @contextmanager
+    def blocks(self, part: Part) -> Iterator[tuple[Expr, Expr]]:
+        """Go over a part's blocks; yields the first key of one, and how many keys it has."""
+        block = self.cut.block
+        with T.serial(tirx.floordiv(part.limit - part.first + (block - 1), block)) as at:
+            begin = T.bind(part.first + at * block)
+            yield begin, T.bind(tirx.min(part.limit - begin, block))
 
     def inverse(self, total: Expr) -> Expr:
         """Return what the sum of weighed values is multiplied by."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tvm import tirx
 
 from crossloom.numerics import worst_error
-from crossloom.schedules.attention import Axis, Operand, Spec, kernel, plan
+from crossloom.schedules.attention import Axis, Operand, Spec, few_queries, kernel, plan
 from crossloom.schedules.machine import Machine
 from crossloom.targets import get_target
 
@@ -29,7 +29,21 @@ def softmax(s):
         return e / e.sum(-1, keepdims=True)
 
 
-def reference(q, k, v, scale, *, hide=None, fill=-np.inf, add=None, bias=None, inside=False, causal=None, zero=False):
+def reference(
+    q,
+    k,
+    v,
+    scale,
+    *,
+    hide=None,
+    fill=-np.inf,
+    add=None,
+    bias=None,
+    inside=False,
+    causal=None,
+    window=None,
+    zero=False,
+):
     """Attention over (batch, heads, seq, dim), written from its definition."""
     q, k, v = (x.astype("float64") for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -42,7 +56,9 @@ def reference(q, k, v, scale, *, hide=None, fill=-np.inf, add=None, bias=None, i
     else:
         s = s + extra
     if causal is not None:
-        s = np.where(np.arange(s.shape[-1]) > np.arange(s.shape[-2])[:, None] + causal, -np.inf, s)
+        ahead = np.arange(s.shape[-1]) - np.arange(s.shape[-2])[:, None] - causal
+        s = np.where(ahead > 0, -np.inf, s)
+        s = s if window is None else np.where(ahead <= -window, -np.inf, s)
     weights = softmax(s)
     if zero:
         weights = np.where(np.isneginf(s).all(-1, keepdims=True), 0.0, weights)
@@ -228,7 +244,7 @@ def test_nothing_to_do(change, queries):
     assert run(problem.spec(), draw_arrays(problem), problem.shapes[-1]).size == 0
 
 
-SYMBOLIC = [(1, 1), (20, 1), (0, 5), (3, 0), (1, 67), (33, 70)]
+SYMBOLIC = [(1, 1), (20, 1), (0, 5), (3, 0), (1, 67), (2, 67), (33, 70)]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -414,6 +430,76 @@ def test_half_precision_accumulates_in_float32():
     assert np.array_equal(got, np.ones_like(got))
 
 
+# windows
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.data())
+def test_windows(data):
+    """Of keys in one or several parts, those that a query sees, at their edges and where they end within a block."""
+    draw = data.draw
+    problem = Problem(
+        draw(st.sampled_from([1, 2])),
+        draw(st.sampled_from([1, 2])),
+        draw(st.sampled_from([1, 3])),
+        draw(st.sampled_from([1, 2, 5, 19, 150])),
+        draw(st.sampled_from([(1,), (9,), (150,), (300,), (66, 5), (130, 150), (3, 140, 10)])),
+        draw(st.sampled_from([8, 13, 16])),
+        16,
+        draw(st.sampled_from(["float32", "float32", "float16"])),
+        draw(st.sampled_from(LAYOUTS)),
+    )
+    causal = draw(st.sampled_from([-2, 0, 1, 64, sum(problem.keys) - problem.queries]))
+    window = draw(st.sampled_from([1, 2, 7, 16, 130, 1000]))
+    options = {"causal": causal, "window": window}
+    zero = draw(st.booleans())
+    machine = draw(st.sampled_from([AVX2, NEON, AVX512, SCALAR]))
+    check(problem, machine, want={**options, "zero": zero}, zero_empty_rows=zero, **options)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_window_beside_a_mask_and_a_bias(bias):
+    problem = Problem(2, 2, 3, 40, (70,), 16, 16)
+    mask = np.random.default_rng(0).standard_normal((2, 6, 40, 70)).astype("float32")
+    options = {"bias" if bias else "mask": problem.mask(mask.shape), "causal": 30, "window": 12}
+    check(problem, added=[mask], want={"bias": mask, "causal": 30, "window": 12}, **options)
+
+
+def test_a_window_over_symbolic_lengths():
+    n, m = (tirx.Var(name, "int64") for name in "nm")
+    spec = Problem(1, 2, 3, n, (m, n), 16, 16).spec(causal=m, window=20)
+    func = kernel(spec, AVX2).with_attr("global_symbol", "attend")
+    built = tvm.tirx.build(tvm.IRModule({"attend": func}), target=host())
+    for queries, past in ((1, 0), (1, 5), (1, 300), (2, 40), (40, 0), (33, 300)):
+        problem = Problem(1, 2, 3, queries, (past, queries), 16, 16)
+        arrays = draw_arrays(problem)
+        out = tvm.runtime.tensor(np.full(problem.shapes[-1], 77.0, "float32"))
+        built["attend"](*map(tvm.runtime.tensor, arrays), out)
+        want = reference(*problem.plain(arrays), spec.scale, causal=past, window=20)
+        assert worst_error(want, out.numpy().astype("float64")) < 1e-5
+
+
+@pytest.mark.parametrize("queries", [1, 1024])
+def test_work_falls_with_the_window(queries):
+    """Keys behind the window are not even read: what is not a number there would show."""
+    problem = Problem(1, 1, 1, queries, (1024,), 16, 16)
+    q, k, v = draw_arrays(problem)
+    machine = Machine.of(host())
+    options = {"causal": 1024 - queries, "window": 128}
+    if queries == 1:
+        k[:, :, :800], v[:, :, :800] = np.nan, np.nan
+        got = run(problem.spec(**options), [q, k, v], problem.shapes[-1], machine)
+        assert np.isfinite(got).all()
+        return
+    tensors = [tvm.runtime.tensor(x) for x in (q, k, v, np.zeros(problem.shapes[-1], "float32"))]
+    times = []
+    for spec in (problem.spec(causal=0), problem.spec(causal=0, window=128)):
+        func = kernel(spec, machine).with_attr("global_symbol", "attend")
+        built = tvm.tirx.build(tvm.IRModule({"attend": func}), target=host())
+        times.append(min(built.time_evaluator("attend", tvm.cpu(), number=3, repeat=5)(*tensors).results))
+    assert times[0] > 2 * times[1]
+
+
 # the cut
 
 
@@ -421,6 +507,18 @@ def test_few_rows_are_done_one_by_one_and_many_together():
     decode, prefill = Problem(1, 3, 3, 1, (256,), 64, 64).spec(), Problem(1, 3, 3, 64, (64,), 64, 64).spec()
     for machine in (AVX2, NEON, AVX512):
         assert (plan(decode, machine).mode, plan(prefill, machine).mode) == ("rows", "tiles")
+
+
+def test_a_symbolic_number_of_queries_takes_either_shape_of_work():
+    """One query is always few; with 64 elements a head a tile pays from ten or twenty rows on."""
+    n = tirx.Var("n", "int64")
+    for machine in (AVX2, NEON, AVX512):
+        for groups in (1, 3):
+            few = few_queries(Problem(1, 3, groups, n, (256,), 64, 64).spec(), machine)
+            assert few.cut.mode == "rows" and few.cut.width == groups and 1 <= few.most < 20
+            assert plan(Problem(1, 3, groups, n, (256,), 64, 64).spec(), machine).mode == "tiles"
+    assert few_queries(Problem(1, 3, 1, 1, (256,), 64, 64).spec(), AVX2) is None
+    assert few_queries(Problem(1, 1, 32, n, (256,), 8, 8).spec(), AVX2) is None
 
 
 def test_work_that_is_too_small_stays_on_one_thread():
