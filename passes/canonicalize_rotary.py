@@ -36,6 +36,7 @@ Numerics: exact; the body is the model's own spelling.  Source: Su et al. 2021; 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -55,6 +56,10 @@ from .matching.spelling import dims, matched, replay, replayable, same_dims, siz
 
 #: Facts of tables already read.
 _Read: TypeAlias = dict[tuple[Any, ...], "dict[str, Any] | Verdict"]
+
+
+_JOINS = frozenset({"relax.concat", "relax.reshape"})
+_VIEWS = frozenset({"relax.expand_dims", "relax.reshape", "relax.squeeze"})
 
 
 @per_graph
@@ -112,6 +117,18 @@ def _facts(graph: Graph, algebra: LaneAlgebra, found: Rotation) -> dict[str, Any
     return {"convention": found.convention, "rotary_dim": found.dim, "table": found.table, **facts}
 
 
+def _lanes_last(graph: Graph, table: relax.Expr, tail: tuple[int, ...]) -> relax.Expr | None:
+    """Return a table, or what it is a view of, whose last axis alone numbers its lanes."""
+    shape = dims(table) or []
+    wanted = [*shape[: len(shape) - len(tail)], math.prod(tail)]
+    while not same_dims(dims(table) or (), wanted):
+        value = graph.value.get(table)
+        if not isinstance(value, relax.Call) or graph.op(table) not in _VIEWS:
+            return None
+        table = value.args[0]
+    return table
+
+
 def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     shape = sizes(root)
     if not shape or shape[-1] is None:
@@ -129,7 +146,9 @@ def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
                 break
             facts = found if isinstance(found, Verdict) else _facts(graph, algebra, found)
             if isinstance(facts, dict) and isinstance(found, Rotation):
-                return matched(graph, root, {"x": x, "cos": found.cos, "sin": found.sin}, **facts)
+                cos, sin = (_lanes_last(graph, table, algebra.tails[hash(table)]) for table in (found.cos, found.sin))
+                if cos is not None and sin is not None:
+                    return matched(graph, root, {"x": x, "cos": cos, "sin": sin}, **facts)
             if isinstance(facts, Verdict):
                 refusal = refusal or facts
     return refusal
@@ -140,8 +159,9 @@ def _match_join(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     users = set(graph.users.get(root, ()))
     if isinstance(found, Match) and len(users) == 1 and root not in graph.escapes:
         (outer,) = users
-        # The join behind puts the lanes that pass through beside these: it takes all.
-        if graph.op(outer) == "relax.concat" and isinstance(_match(graph, outer), Match):
+        # The join behind puts the lanes that pass through beside these, and the view behind pairs that had an axis of
+        # their own into one: it takes all.
+        if graph.op(outer) in _JOINS and isinstance(_match(graph, outer), Match):
             return None
     return found
 
@@ -153,6 +173,6 @@ def _outline(site: Site) -> relax.Expr:
 def rotary_rules() -> list[Rule]:
     """Return the rules: joins first, so that a partial rotation takes its unrotated lanes along."""
     return [
-        Rule("rotary", frozenset({"relax.concat", "relax.reshape"}), _match_join, _outline, legal=replayable),
+        Rule("rotary", _JOINS, _match_join, _outline, legal=replayable),
         Rule("rotary", frozenset({"relax.add", "relax.subtract"}), _match, _outline, legal=replayable),
     ]

@@ -91,6 +91,18 @@ def stacked(e, x, cos, sin):
     return e(op.reshape(e(op.stack([even, odd], -1)), x.ty.shape))
 
 
+def in_pairs(e, x, cos, sin):
+    """Pairs on an axis of their own, which the tables get too: what llama.cpp's checkpoints are imported as."""
+    *lead, lanes = list(x.ty.shape)
+    pairs = e(op.reshape(x, [*lead, int(lanes) // 2, 2]))
+    both = e(op.split(pairs, 2, -1))
+    a, b = (e(relax.TupleGetItem(both, i)) for i in range(2))
+    cos, sin = (e(op.expand_dims(table, [-1])) for table in (cos, sin))
+    first = e(op.subtract(e(op.multiply(a, cos)), e(op.multiply(b, sin))))
+    second = e(op.add(e(op.multiply(b, cos)), e(op.multiply(a, sin))))
+    return e(op.reshape(e(op.concat([first, second], -1)), [*lead, lanes]))
+
+
 def every_two(e, x, cos, sin):
     """GPT-J: x cos + rotate_every_two(x) sin, a table lane per lane."""
     rank = len(x.ty.shape)
@@ -223,6 +235,7 @@ def test_golden():
         (half_split, 2, "half-split", "full"),
         (joined, 1, "half-split", "half"),
         (stacked, 1, "interleaved", "half"),
+        (in_pairs, 1, "interleaved", "half"),
     ],
 )
 def test_one_position_a_token(angles, rotate, width, convention, table):
@@ -237,6 +250,18 @@ def test_one_position_a_token(angles, rotate, width, convention, table):
     assert (facts["axes"], facts["sections"], facts["pair_axis"]) == ("1d", [4], [0, 0, 0, 0])
     assert facts["pair_equal"] and facts["scale"] == 1.0
     assert facts["inv_freq"] == pytest.approx(freq, rel=1e-6) and facts["theta"] == pytest.approx(10000.0, rel=1e-4)
+
+
+def test_pairs_on_an_axis_of_their_own_are_lanes():
+    """Whole heads turn, by tables of lanes: a kernel would give every pair, a head of two lanes, a register."""
+
+    def build(e, x, cos, sin):
+        return op.add(in_pairs(e, x, cos, sin), const(0.0))
+
+    out, _ = checked(function(build, [(2, 5, 3, 8), (5, 1, 4), (5, 1, 4)]))
+    (composite,) = [f for _, f in out.functions_items() if composite_name(f) == "crossloom.rotary"]
+    assert [[int(d) for d in p.ty.shape] for p in composite.params] == [[2, 5, 3, 8], [5, 1, 4], [5, 1, 4]]
+    assert composite_attrs(composite)["rotary_dim"] == 8
 
 
 def test_interleaved_table_by_repeat():
@@ -595,7 +620,7 @@ def test_chains_of_rotations_take_linear_time():
     assert seconds(large) < 8 * 4 * max(seconds(small), 0.02)
 
 
-ROTATE = {"half-split": half_split, "joined": joined, "stacked": stacked, "every-two": every_two}
+ROTATE = {"half-split": half_split, "joined": joined, "stacked": stacked, "every-two": every_two, "in-pairs": in_pairs}
 
 
 @st.composite
