@@ -130,7 +130,7 @@ def _step(graph: Graph, at: relax.Expr) -> Step | None:
     if f"relax.{name}" not in STEPS:
         return None
     for inner, weight, kind in _orders(value, name):
-        axis = _axis_of(graph, weight, dims(at) or [])
+        axis = channel_axis(graph, weight, dims(at) or [])
         if axis is not None and same_dims(dims(inner) or [], dims(at) or [tirx.IntImm("int64", -1)]):
             return Step(kind, inner, (weight,), None if axis < 0 else axis, (at,))
     return None
@@ -142,7 +142,7 @@ def _orders(call: relax.Call, name: str) -> Iterator[tuple[relax.Expr, relax.Exp
         yield call.args[1], call.args[0], "subtract_from" if name == "subtract" else name
 
 
-def _axis_of(graph: Graph, weight: relax.Expr, wide: list[tirx.Expr]) -> int | None:
+def channel_axis(graph: Graph, weight: relax.Expr, wide: list[tirx.Expr]) -> int | None:
     """Return the axis along which a weight differs, -1 for a single number, None where it is no such weight."""
     shape, static = dims(weight), sizes(weight)
     if shape is None or static is None or len(shape) > len(wide) or "float" not in dtype(weight):

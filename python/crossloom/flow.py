@@ -33,6 +33,9 @@ CPU: tuple[str, ...] = (
     "annotate-semantic-regions",
     # Batch norms leave before regions grow: what stood behind them then stands behind a layer.
     "fold-batch-norm",
+    # Behind what tells a picture by its convolutions, and behind image normalization's way into their weights; the
+    # linear layers that come of it grow regions like all others.
+    "lower-patch-embedding",
     # What crosses modalities, before the layers on either side grow regions of their own.
     "fuse-cross-modal-embedding",
     "fuse-semantic-gate",

@@ -33,6 +33,7 @@ BUILTINS = (
     "crossloom.passes.lift_cache_stack",
     "crossloom.passes.annotate_semantic_regions",
     "crossloom.passes.fold_batch_norm",
+    "crossloom.passes.lower_patch_embedding",
     "crossloom.passes.fuse_cross_modal_embedding",
     "crossloom.passes.fuse_semantic_gate",
     "crossloom.passes.fuse_cross_attention_kv",
