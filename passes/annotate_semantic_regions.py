@@ -24,7 +24,7 @@ from tvm import ir, relax
 
 from crossloom.numerics import EXACT
 from crossloom.registry import PassInfo
-from crossloom.rewrite import Graph, children, composite_attrs, root_name
+from crossloom.rewrite import Graph, composite_attrs, root_name
 from crossloom.rewrite.driver import graphs_of
 from crossloom.semantics import Region, region_name, weights_of, with_regions
 from crossloom.verdict import accept, record, refuse
@@ -116,7 +116,7 @@ class _Reader:
         todo: list[relax.Expr] = [self.graph.value[var].args[1]]
         for at in todo:
             if at in self.graph.value and len(todo) < _DEEP:
-                todo.extend(children(self.graph.value[at]))
+                todo.extend(self.graph.leaves[at])
         given = [leaf for leaf in todo if leaf in self.graph.func.params]
         return any(leaf not in weights_of(self.graph) for leaf in given)
 
@@ -165,7 +165,7 @@ class _Reader:
         read: dict[_Label, dict[str, None]] = {}
         begins: dict[_Label, int] = {}
         for var in graph.order:
-            operands = [leaf for leaf in children(graph.value[var]) if isinstance(leaf, relax.Var)]
+            operands = [leaf for leaf in graph.leaves[var] if isinstance(leaf, relax.Var)]
             names = tuple(name for leaf in operands for name in made_of.get(leaf, ()))
             if operands and all(leaf in made_of for leaf in operands):
                 made_of[var] = names

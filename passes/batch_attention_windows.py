@@ -85,7 +85,7 @@ def _legal(m: Match) -> Verdict:
     if any(None in (sizes(arg) or [None]) for arg in call.args):
         return refuse("windows-of-unknown-size", m.root.name)
     inner = Graph("attention", callee, m.graph.mod)
-    if any(True for var in inner.order for _ in sizes_in(inner.value[var])):
+    if any(True for var in inner.order for _ in sizes_in(inner.leaves[var])):
         return refuse("body-of-fixed-size", m.root.name, "the attention's own lines name the size of a window")
     return accept(detail=f"{len(m.facts['calls'])} windows")
 

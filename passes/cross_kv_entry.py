@@ -20,7 +20,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from crossloom.errors import UnsupportedModel, UsageError
 from crossloom.importers.signature import tensor_spec
 from crossloom.model import Entry, Model
-from crossloom.rewrite import Graph, children, rebuild
+from crossloom.rewrite import Graph, rebuild
 from crossloom.verdict import Ledger, accept, record, refuse
 
 from .canonicalize_transformer import CanonicalizeTransformer
@@ -55,7 +55,7 @@ def _inputs_behind(graph: Graph, inputs: Sequence[relax.Var]) -> dict[relax.Var,
     out |= {param: frozenset((param,)) for param in inputs}
     for var in graph.order:
         found: frozenset[relax.Var] = frozenset()
-        for leaf in children(graph.value[var]):
+        for leaf in graph.leaves[var]:
             found |= out.get(leaf, frozenset()) if isinstance(leaf, relax.Var) else frozenset()
         out[var] = found
     return out
@@ -150,7 +150,7 @@ def split_cross_kv(model: Model, entry: str = "decode", name: str = "cross_kv") 
     # What is computed in every step.
     given = {v: relax.Var(label, v.ty) for v, label in outputs.items()}
     rest = [v for v in graph.order if v not in alone]
-    read = {leaf for v in rest for leaf in children(graph.value[v])} | graph.escapes
+    read = {leaf for v in rest for leaf in graph.leaves[v]} | graph.escapes
     second = [p for p in inputs if p not in states or p in read]
     second_weights = [w for w in weights if w in read]
     body = _Parameters(alone, given).visit_expr(graph.func.body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import tvm
 from tvm.target import codegen
@@ -24,6 +25,7 @@ class Machine:
     registers: int = 16
 
     @staticmethod
+    @lru_cache(maxsize=64)
     def of(target: tvm.target.Target) -> Machine:
         """Read vector width and register count off a target's triple and what LLVM knows of its ``mcpu`` and ``mattr``.
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import ml_dtypes  # noqa: F401  (numpy learns bfloat16)
 from tvm import relax, tirx
 
-from crossloom.rewrite import Graph, Match, Site, children, outline, rebuild
+from crossloom.rewrite import Graph, Match, Site, outline, rebuild
 from crossloom.rewrite.composite import Attr
-from crossloom.rewrite.sizes import in_terms_of, is_size, same_size, sizes_in, translate
+from crossloom.rewrite.sizes import dimensions, in_terms_of, is_size, same_size, sizes_in, translate
 from crossloom.verdict import Verdict, accept, refuse
 
 
@@ -40,7 +40,8 @@ def scalar(graph: Graph, expr: relax.Expr) -> float | None:
 def dims(expr: relax.Expr) -> list[tirx.Expr] | None:
     """Return the dimensions of a tensor of known shape."""
     ty = expr.ty
-    return list(ty.shape) if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) else None
+    known = isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr)
+    return dimensions(expr) if known else None
 
 
 def sizes(expr: relax.Expr) -> list[int | None] | None:
@@ -132,11 +133,11 @@ def replayable(match: Match) -> Verdict:
     known = [(d, d) for e in match.captures.values() for d in dims(e) or ()]
     captured = {e for e in match.captures.values() if isinstance(e, relax.Var)}
     for var in match.interior:
-        value = match.graph.value[var]
-        for dim in sizes_in(value):
+        leaves = match.graph.leaves[var]
+        for dim in sizes_in(leaves):
             if translate(dim, known) is None:
                 return refuse("dimension-not-among-operands", str(dim), "the composite could not know this size")
-        for leaf in children(value):
+        for leaf in leaves:
             if isinstance(leaf, relax.Var) and not is_size(leaf):
                 if leaf not in captured and leaf not in match.interior:
                     return refuse("operand-not-captured", leaf.name)

@@ -75,7 +75,7 @@ class Stack:
 
 def leaves(graph: Graph, var: relax.Var) -> Iterable[relax.Var]:
     """Return the bound variables that a binding reads."""
-    return (leaf for leaf in children(graph.value[var]) if isinstance(leaf, relax.Var) and leaf in graph.value)
+    return (leaf for leaf in graph.leaves[var] if isinstance(leaf, relax.Var) and leaf in graph.value)
 
 
 def _between(graph: Graph, start: relax.Var, end: relax.Var) -> set[relax.Var] | Verdict | None:
@@ -131,7 +131,7 @@ def _reads(graph: Graph, value: relax.Expr, start: relax.Var, inside: set[relax.
             return True
         if isinstance(at, relax.Var) and at in inside and at not in seen:
             seen.add(at)
-            todo.extend(children(graph.value[at]))
+            todo.extend(graph.leaves[at])
     return False
 
 

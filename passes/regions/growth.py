@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax, tirx
 
-from crossloom.rewrite import Graph, children, root_name
+from crossloom.rewrite import Graph, root_name
 
 from .columns import NoKernel
 from .reader import Reader
@@ -69,7 +69,7 @@ def grow(graph: Graph, producer: relax.Var, is_step: Callable[[relax.Var], bool]
         value = graph.value[var]
         if not isinstance(value, (relax.Call, relax.TupleGetItem)):
             continue  # another name
-        inner = [leaf for leaf in children(value) if isinstance(leaf, relax.Var) and leaf in reader.values]
+        inner = [leaf for leaf in graph.leaves[var] if isinstance(leaf, relax.Var) and leaf in reader.values]
         if var in sources or not inner or graph.block.get(var) != graph.block.get(producer):
             continue
         if var in graph.casts or not (isinstance(value, relax.TupleGetItem) or is_step(var)):

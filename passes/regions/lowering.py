@@ -9,7 +9,7 @@ import tvm
 from tvm import relax, tirx
 
 from crossloom.errors import UnsupportedTarget
-from crossloom.rewrite import Graph, Match, Rule, Site, rewrite_pass
+from crossloom.rewrite import Graph, Match, Rule, Site, per_graph, rewrite_pass
 from crossloom.schedules.machine import Machine
 from crossloom.verdict import Verdict, accept, refuse
 
@@ -53,14 +53,27 @@ def lowering_pass(
     def current() -> tvm.target.Target | None:
         return target or tvm.target.Target.current(allow_none=True)
 
+    @per_graph
+    def known(graph: Graph) -> dict[relax.Function, Region | NoKernel]:
+        return {}
+
+    def region_of(graph: Graph, callee: relax.Function) -> Region | NoKernel:
+        """Return what a region computes; equal layers call the same one, which is read once."""
+        regions = known(graph)
+        if callee not in regions:
+            try:
+                regions[callee] = read(Graph(graph.name, callee, graph.mod))
+            except NoKernel as problem:
+                regions[callee] = problem
+        return regions[callee]
+
     def match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
         callee = graph.callee(root)
         if callee is None:
             return None
-        try:
-            region = read(Graph(graph.name, callee, graph.mod))
-        except NoKernel as problem:
-            return refuse("no-kernel", root.name, str(problem))
+        region = region_of(graph, callee)
+        if isinstance(region, NoKernel):
+            return refuse("no-kernel", root.name, str(region))
         verdict = accept() if (found := current()) is None else legal(region, found)
         if not verdict.fired:
             return verdict
@@ -77,7 +90,7 @@ def lowering_pass(
             return site[expr.name] if isinstance(expr, relax.Var) else expr
 
         func, operands = lower(site, site.match.facts["region"], outer, Machine.of(found))
-        gvar = site.builder.add_func(func, f"{composite.split('.')[-1]}_kernel")
+        gvar = site.add_kernel(func, f"{composite.split('.')[-1]}_kernel")
         ty = site.match.root.ty
         return relax.call_tir(gvar, list(operands), list(ty.fields) if isinstance(ty, relax.TupleType) else ty)
 

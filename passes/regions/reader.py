@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tvm import relax, tirx
 
-from crossloom.rewrite import Graph, composite_attrs, composite_name
+from crossloom.rewrite import Graph, composite_attrs, composite_name, per_graph
 from crossloom.schedules.fused_linear import Norm
 
 from ..matching.spelling import dims, dtype, results_of, same_dims, scalar
@@ -38,6 +38,28 @@ ACTIVATIONS = {"relax.nn.relu": "relu", "relax.sigmoid": "sigmoid", "relax.tanh"
 MOVES = frozenset(
     f"relax.{op}" for op in ("reshape", "permute_dims", "squeeze", "expand_dims", "strided_slice", "take")
 )
+
+
+@per_graph
+def _regions(graph: Graph) -> dict[relax.Function, Reader | NoKernel]:
+    """Return what has been read of a function's regions; equal layers call the same one."""
+    return {}
+
+
+def _read(graph: Graph, callee: relax.Function) -> Reader:
+    """Return a region of a function, read."""
+    known = _regions(graph)
+    if callee not in known:
+        reader = Reader(Graph(graph.name, callee, graph.mod))
+        try:
+            reader.read()
+            known[callee] = reader
+        except NoKernel as problem:
+            known[callee] = problem
+    found = known[callee]
+    if isinstance(found, NoKernel):
+        raise NoKernel(str(found))
+    return found
 
 
 class Reader:
@@ -220,8 +242,7 @@ class Reader:
 
     def _region(self, callee: relax.Function, call: relax.Call, var: relax.Var) -> Value:
         """Take in the results of a region that has been formed before."""
-        inner = Reader(Graph(var.name, callee, self.graph.mod))
-        inner.read()
+        inner = _read(self.graph, callee)
         outer = dict(zip(callee.params, call.args))
         if inner.rows is None or self.rows is not None:
             raise NoKernel(f"{var.name}: a region beside other linear layers")

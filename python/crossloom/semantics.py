@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from tvm import ir, relax
 
-from .rewrite.graph import Graph, children
+from .rewrite.graph import Graph
 
 #: The attribute of a function that holds its regions, in the order in which data runs through them.
 ATTRIBUTE = "crossloom.semantic_regions"
@@ -102,7 +102,7 @@ def assign(graph: Graph) -> dict[relax.Var, int]:
     operands: dict[relax.Var, set[relax.Var]] = {}
     read_by: dict[relax.Var, frozenset[str]] = {}
     for var in graph.order:
-        leaves = [leaf for leaf in children(graph.value[var]) if isinstance(leaf, relax.Var)]
+        leaves = [leaf for leaf in graph.leaves[var] if isinstance(leaf, relax.Var)]
         operands[var] = {leaf for leaf in leaves if leaf not in made_of}
         read = read_by[var] = frozenset().union(*(made_of.get(leaf, frozenset()) for leaf in leaves))
         if leaves and all(leaf in made_of for leaf in leaves):

@@ -6,7 +6,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr import _update_type as update_type
 
-from ..rewrite.graph import Graph, children
+from ..rewrite.graph import Graph
 
 
 def drop_unused(mod: tvm.IRModule) -> tvm.IRModule:
@@ -59,5 +59,5 @@ def _unused(graph: Graph) -> set[relax.Var]:
         if droppable and var not in needed and not tvm.ir.is_prim_var(var):
             dead.add(var)
         else:
-            needed.update(leaf for leaf in children(graph.value[var]) if isinstance(leaf, relax.Var))
+            needed.update(leaf for leaf in graph.leaves[var] if isinstance(leaf, relax.Var))
     return dead

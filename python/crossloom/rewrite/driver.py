@@ -59,8 +59,20 @@ class Site:
         Emits into the place of the root; ``add_func`` adds private functions (equal ones are shared).
     """
 
-    def __init__(self, match: Match, builder: relax.BlockBuilder, visit: Callable[[relax.Expr], relax.Expr]) -> None:
-        self.match, self.builder, self._visit = match, builder, visit
+    def __init__(
+        self,
+        match: Match,
+        builder: relax.BlockBuilder,
+        visit: Callable[[relax.Expr], relax.Expr],
+        added: dict[ir.BaseFunc, ir.GlobalVar],
+    ) -> None:
+        self.match, self.builder, self._visit, self._added = match, builder, visit, added
+
+    def add_kernel(self, func: ir.BaseFunc, name: str) -> ir.GlobalVar:
+        """Add a function to the module; the very same object is added once, without comparing what is in it."""
+        if func not in self._added:
+            self._added[func] = self.builder.add_func(func, name)
+        return self._added[func]
 
     def __getitem__(self, name: str) -> relax.Expr:
         return self._visit(self.match.captures[name])
@@ -185,6 +197,7 @@ class _Rewriter(PyExprMutator):
         self.todo: dict[relax.Var, tuple[Rule, Match]] = {}
         self.dead: set[relax.Var] = set()
         self.root: relax.Var | None = None
+        self.added: dict[ir.BaseFunc, ir.GlobalVar] = {}
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         if binding.var in self.dead:
@@ -201,7 +214,7 @@ class _Rewriter(PyExprMutator):
 
     def _replaced(self) -> relax.Expr:
         (rule, match), self.root = self.todo[self.root], None
-        return rule.replace(Site(match, self.builder_, self.visit_expr))
+        return rule.replace(Site(match, self.builder_, self.visit_expr, self.added))
 
 
 def _left_unused(graph: Graph, todo: dict[relax.Var, tuple[Rule, Match]]) -> set[relax.Var]:

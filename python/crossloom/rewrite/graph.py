@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property, wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from tvm import ir, relax
@@ -12,31 +12,41 @@ from tvm import ir, relax
 Found = TypeVar("Found")
 
 
+def _operands(call: relax.Call) -> list[relax.Expr]:
+    return [*call.args, call.op] if isinstance(call.op, relax.Var) else list(call.args)
+
+
+#: What is no leaf, and what is in it.  By exact type: TVM's expressions are abstract base classes to Python, whose
+#: ``isinstance`` is slow where the answer is no, and most operands are leaves.
+_PARTS: dict[type, Callable[[Any], list[relax.Expr]]] = {
+    relax.Call: _operands,
+    relax.Tuple: lambda expr: list(expr.fields),
+    relax.TupleGetItem: lambda expr: [expr.tuple_value],
+    relax.If: lambda expr: [expr.cond],
+}
+
+
 def children(value: relax.Expr) -> Iterator[relax.Expr]:
     """Yield the leaf operands of a normalized binding value, tuples and nested calls opened."""
     stack = [value]
     while stack:
         expr = stack.pop()
-        if isinstance(expr, relax.Call):
-            stack.extend(reversed([*expr.args, expr.op] if isinstance(expr.op, relax.Var) else list(expr.args)))
-        elif isinstance(expr, relax.Tuple):
-            stack.extend(reversed(list(expr.fields)))
-        elif isinstance(expr, relax.TupleGetItem):
-            stack.append(expr.tuple_value)
-        elif isinstance(expr, relax.If):
-            stack.append(expr.cond)
-        else:
+        parts = _PARTS.get(type(expr))
+        if parts is None:
             yield expr
+        else:
+            stack.extend(reversed(parts(expr)))
 
 
 def rebuild(expr: relax.Expr, leaf: Callable[[relax.Expr], relax.Expr]) -> relax.Expr:
     """Return a binding value with each leaf operand (variable, shape, constant ...) replaced by ``leaf`` of it."""
-    if isinstance(expr, relax.Tuple):
-        return relax.Tuple([rebuild(field, leaf) for field in expr.fields])
-    if isinstance(expr, relax.TupleGetItem):
-        return relax.TupleGetItem(rebuild(expr.tuple_value, leaf), expr.index)
-    if isinstance(expr, relax.Call):
+    kind = type(expr)
+    if kind is relax.Call:
         return relax.Call(expr.op, [rebuild(arg, leaf) for arg in expr.args], expr.attrs, expr.ty_args)
+    if kind is relax.Tuple:
+        return relax.Tuple([rebuild(field, leaf) for field in expr.fields])
+    if kind is relax.TupleGetItem:
+        return relax.TupleGetItem(rebuild(expr.tuple_value, leaf), expr.index)
     return leaf(expr)
 
 
@@ -53,6 +63,8 @@ class Graph:
     order : list of relax.Var
         Bound variables in program order.
     value : dict of relax.Var to relax.Expr
+    leaves : dict of relax.Var to tuple of relax.Expr
+        The leaf operands of a variable's value, see :func:`children`; the same variable is the same Python object.
     users : dict of relax.Var to list of relax.Var
         Variables whose values use it; the function's or a branch's result does not appear here.
     escapes : set of relax.Var
@@ -68,6 +80,9 @@ class Graph:
         self.order: list[relax.Var] = []
         self.position: dict[relax.Var, int] = {}
         self.value: dict[relax.Var, relax.Expr] = {}
+        self.leaves: dict[relax.Var, tuple[relax.Expr, ...]] = {}
+        # TVM makes a new Python object of every operand that is read, and comparing two of them is slow.
+        self._own: dict[relax.Expr, relax.Expr] = {}
         self.users: dict[relax.Var, list[relax.Var]] = {}
         self.escapes: set[relax.Var] = set()
         self.scope: dict[relax.Var, int] = {}
@@ -117,7 +132,9 @@ class Graph:
         self.position[var] = len(self.order)
         self.order.append(var)
         self.value[var], self.scope[var] = value, scope
-        for leaf in children(value):
+        self._own[var] = var
+        self.leaves[var] = tuple(self._own.setdefault(leaf, leaf) for leaf in children(value))
+        for leaf in self.leaves[var]:
             if isinstance(leaf, relax.Var):
                 self.users.setdefault(leaf, []).append(var)
         if isinstance(value, relax.If):

@@ -66,7 +66,7 @@ def inputs_of(match: Match) -> list[relax.Expr]:
     """Return the variables that members read and do not define, in the order of first use; constants stay inside."""
     out: dict[relax.Expr, None] = {}
     for var in members_of(match):
-        for leaf in children(match.graph.value[var]):
+        for leaf in match.graph.leaves[var]:
             if isinstance(leaf, relax.Var) and not is_size(leaf) and leaf not in match.interior:
                 out.setdefault(leaf)
     return list(out)
@@ -81,7 +81,7 @@ def outputs_of(match: Match) -> list[relax.Var]:
 def unknown_size(match: Match) -> tirx.Expr | None:
     """Return a size that members mention and that the region could not know from what it is given, if there is one."""
     known = [(d, d) for expr in inputs_of(match) for d in dimensions(expr)]
-    mentioned = (size for var in members_of(match) for size in sizes_in(match.graph.value[var]))
+    mentioned = (size for var in members_of(match) for size in sizes_in(match.graph.leaves[var]))
     return next((size for size in mentioned if translate(size, known) is None), None)
 
 
@@ -243,7 +243,7 @@ def _ordered(
         key[var] = groups[var][1].root if var in groups else var
         waits.setdefault(key[var], 0)
     for var in bindings:
-        for leaf in children(graph.value[var]):
+        for leaf in graph.leaves[var]:
             if isinstance(leaf, relax.Var) and leaf in key and key[leaf] is not key[var]:
                 feeds.setdefault(key[leaf], []).append(key[var])
                 waits[key[var]] += 1

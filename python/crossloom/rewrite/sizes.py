@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from tvm import ir, relax, tirx
 from tvm.sym.analyzer import Analyzer
 from tvm_ffi import structural_equal, structural_map
 
-from .graph import children
-
 #: Pairs of (dimension on one side, the same on the other).
 Known = Sequence[tuple[tirx.Expr, tirx.Expr]]
+
+
+@lru_cache(maxsize=1 << 14)
+def _values(shape: relax.ShapeExpr) -> tuple[tirx.Expr, ...]:
+    # Reading an element of TVM's takes microseconds, and the same shapes are asked for over and over.
+    return tuple(shape.values)
 
 
 def dimensions(expr: relax.Expr) -> list[tirx.Expr]:
     """Return the dimensions of a tensor of known shape, none for anything else."""
     ty = expr.ty
-    return list(ty.shape) if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) else []
+    return list(_values(ty.shape)) if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) else []
 
 
 def same_size(a: tirx.Expr | int, b: tirx.Expr | int) -> bool:
@@ -41,9 +46,9 @@ def is_size(expr: relax.Expr) -> bool:
     return isinstance(getattr(expr, "ty", None), ir.PrimType)
 
 
-def sizes_in(value: relax.Expr) -> Iterator[tirx.Expr]:
-    """Yield the dimensions and numbers that a binding's value mentions."""
-    for leaf in children(value):
+def sizes_in(leaves: Iterable[relax.Expr]) -> Iterator[tirx.Expr]:
+    """Yield the dimensions and numbers among the leaf operands of a binding."""
+    for leaf in leaves:
         if isinstance(leaf, relax.ShapeExpr):
             yield from leaf.values
         elif is_size(leaf):
@@ -81,6 +86,8 @@ def in_terms_of(values: Mapping[relax.Expr, relax.Expr], known: Known) -> Callab
     """
 
     def renew(leaf: relax.Expr) -> relax.Expr:
+        if isinstance(leaf, relax.Var) and leaf in values:
+            return values[leaf]
         if isinstance(leaf, relax.ShapeExpr):
             return relax.ShapeExpr([translate(d, known) for d in leaf.values])
         if is_size(leaf):
