@@ -20,6 +20,8 @@ from crossloom.rewrite import Graph, children
 from crossloom.semantics import Region, assign, regions_of, weights_of
 from crossloom.verdict import Ledger, Verdict
 
+from .fusion_reads import shares_read
+
 #: Symbolic dimensions count as this many elements, or as their upper bound where that is smaller.
 LENGTH = 64
 _CALLS = ("relax.call_tir", "relax.call_tir_inplace", "relax.call_dps_packed", "relax.call_pure_packed")
@@ -58,11 +60,14 @@ class Entry:
     kernels : list of Kernel
     between_bytes : int
         Of values that one kernel makes and another reads, and of kernels' own buffers, each once.
+    outside_bytes : int
+        Of the inputs that are read and of the results: no fusion can do without moving these once.
     """
 
     regions: list[Region]
     kernels: list[Kernel]
     between_bytes: int = 0
+    outside_bytes: int = 0
 
     @property
     def traffic_bytes(self) -> int:
@@ -131,6 +136,7 @@ def _entry(mod: ir.IRModule, func: relax.Function, name: str, bounds: Mapping[st
     sizes = _Sizes(bounds)
     of_weights: set[relax.Var] = set(weights_of(graph))
     alias: dict[relax.Var, relax.Var] = {}
+    part_of: dict[relax.Var, relax.Var] = {}
     made: dict[relax.Var, int] = {}
     read: set[relax.Var] = set()
     out = Entry(regions_of(func), [])
@@ -142,7 +148,9 @@ def _entry(mod: ir.IRModule, func: relax.Function, name: str, bounds: Mapping[st
             of_weights.add(var)
             continue
         if isinstance(value, relax.TupleGetItem | relax.Tuple) or not isinstance(value, relax.Call):
-            if not isinstance(value, relax.Tuple) and operands:
+            if isinstance(value, relax.TupleGetItem) and operands:
+                part_of[var] = operands[0]
+            elif not isinstance(value, relax.Tuple) and operands:
                 alias[var] = operands[0]
             continue
         op = graph.op(var)
@@ -153,27 +161,48 @@ def _entry(mod: ir.IRModule, func: relax.Function, name: str, bounds: Mapping[st
             raise ValueError(f"{name}: {var.name} calls {value.op}, which is no kernel")
         given = list(dict.fromkeys(leaf for leaf in operands if leaf not in of_weights))
         written = sizes.bytes(var.ty)
-        inner = _inner_bytes(mod, value, var, sizes) if op in _CALLS else 0
-        out.kernels.append(_kernel(value, op, placed[var], sum(sizes.bytes(v.ty) for v in given), written, inner))
+        kernel, known = _called(mod, value, var, sizes) if op in _CALLS else (None, {})
+        inner = 0 if kernel is None else _inner_bytes(kernel, known, sizes)
+        share = dict.fromkeys(given, 1.0)
+        if kernel is not None:
+            share = dict.fromkeys(given, 0.0)
+            for part, leaf in zip(shares_read(kernel, known), _arguments(value)):
+                at = alias.get(leaf, leaf)
+                if at in share:
+                    share[at] = max(share[at], part)
+        read_bytes = round(sum(sizes.bytes(v.ty) * share[v] for v in given))
+        out.kernels.append(_kernel(value, op, placed[var], read_bytes, written, inner))
         made[var] = written
-        read.update(given)
+        read.update(part_of.get(leaf, leaf) for leaf in given)
+    inputs = [param for param in func.params if param not in graph.weights and param in read]
+    out.outside_bytes = sum(sizes.bytes(param.ty) for param in inputs) + sizes.bytes(func.ret_ty)
     out.between_bytes = sum(size for var, size in made.items() if var in read)
     out.between_bytes += sum(kernel.inner_bytes for kernel in out.kernels)
     return out
 
 
-def _inner_bytes(mod: ir.IRModule, call: relax.Call, var: relax.Var, sizes: _Sizes) -> int:
-    """Return the bytes of the buffers that a kernel makes for itself."""
+def _arguments(call: relax.Call) -> list[relax.Expr]:
+    return list(getattr(call.args[1], "fields", (call.args[1],)))
+
+
+def _called(
+    mod: ir.IRModule, call: relax.Call, var: relax.Var, sizes: _Sizes
+) -> tuple[tirx.PrimFunc | None, dict[tirx.Var, int]]:
+    """Return the kernel that is called and its symbolic sizes; None for one that is not of the module."""
     func = mod[call.args[0]] if isinstance(call.args[0], ir.GlobalVar) else None
     if not isinstance(func, tirx.PrimFunc):
-        return 0
-    operands = list(getattr(call.args[1], "fields", (call.args[1],)))
+        return None, {}
     results = list(var.ty.fields) if isinstance(var.ty, relax.TupleType) else [var.ty]
     known: dict[tirx.Var, int] = {}
-    for param, ty in zip(func.params, [*(operand.ty for operand in operands), *results]):
+    for param, ty in zip(func.params, [*(operand.ty for operand in _arguments(call)), *results]):
         for extent, size in zip(getattr(param.ty, "shape", ()), sizes.shape(ty)):
             if isinstance(extent, tirx.Var):
                 known[extent] = size
+    return func, known
+
+
+def _inner_bytes(func: tirx.PrimFunc, known: Mapping[tirx.Var, int], sizes: _Sizes) -> int:
+    """Return the bytes of the buffers that a kernel makes for itself."""
     buffers = [*_between_reductions(func), *_own(func)]
     shapes = [[sizes.number(extent, known) for extent in buffer.shape] for buffer in buffers]
     return sum(int(np.prod(n, dtype=np.int64)) * item_bytes(str(b.dtype)) for n, b in zip(shapes, buffers))
