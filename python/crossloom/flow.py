@@ -25,6 +25,9 @@ CPU: tuple[str, ...] = (
     "match-data-dependent-shapes",
     # Recognise norms, rotary, attention, MLPs, linears and embeddings while the importer's spelling is intact.
     "canonicalize-transformer",
+    # Tables that every layer looks up anew are looked up once; behind recognition, which follows values by their only
+    # reader.
+    "share-equal-bindings",
     # Attention over many windows is one attention: before anything asks what a layer is.
     "batch-attention-windows",
     # Caches that are appended to layer by layer and stacked: one append to the stack.

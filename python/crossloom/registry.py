@@ -29,6 +29,7 @@ STAGES = ("canonicalize", "fuse", "quantize", "partition", "lower", "plan", "bui
 BUILTINS = (
     "crossloom.passes.match_data_dependent_shapes",
     "crossloom.passes.canonicalize_transformer",
+    "crossloom.passes.share_equal_bindings",
     "crossloom.passes.batch_attention_windows",
     "crossloom.passes.lift_cache_stack",
     "crossloom.passes.annotate_semantic_regions",
