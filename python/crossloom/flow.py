@@ -56,6 +56,8 @@ CPU: tuple[str, ...] = (
     "fuse-rotary-mlp",
     "fuse-linear-epilogue",
     "fold-norm-into-linear",
+    # Convolutions and what follows each; those of patches are linear layers by now.
+    "fuse-conv-epilogue",
     # Norms that found no linear layer.
     "fuse-residual-norm",
     "fuse-attention",
@@ -66,6 +68,7 @@ CPU: tuple[str, ...] = (
     "lower-fused-gate",
     "lower-fused-linear",
     "lower-fused-residual-norm",
+    "lower-fused-conv",
     "lower-fused-attention",
     "lower-fused-append",
     # Composites nobody claimed become plain operators again: before anything that walks operators.

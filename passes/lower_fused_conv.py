@@ -1,0 +1,57 @@
+"""Replace fused convolution regions by kernels.
+
+    y = fused_conv(x, w, b, r)            # Composite = "crossloom.fused_conv"
+->  p = R.permute_dims(R.reshape(w, ...), ...)    # on the weight alone: folded when a model is built
+    y = R.call_tir(fused_conv_kernel, (x, p, b, r), ...)
+
+Fires for every region that :mod:`crossloom.passes.regions.conv` can read: one convolution, then steps on its sums.
+Never for a region that holds anything else: it stays executable as it is, and the verdict says what it was.
+
+Numerics: reassociates (sums of products in another order, float32 sums for float16).  Linear in the module's size.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax, tirx
+
+from crossloom.numerics import REASSOCIATES
+from crossloom.registry import PassInfo
+from crossloom.rewrite import Site
+from crossloom.schedules.fused_conv import kernel, pack_weights, plan
+from crossloom.schedules.machine import Machine
+
+from .regions.conv import CONV_REGION, ConvRegion, read_conv
+from .regions.lowering import Outer, lowering_pass
+
+_NAME = "lower-fused-conv"
+
+
+def _lower(site: Site, region: ConvRegion, outer: Outer, machine: Machine) -> tuple[tirx.PrimFunc, list[relax.Expr]]:
+    spec, builder = region.spec, site.builder
+    operands = [outer(region.x), pack_weights(builder, spec, plan(spec, machine), outer(region.weight))]
+    taking = [step for step in spec.steps if step.takes]
+    for step, operand in zip(taking, map(outer, region.operands), strict=True):
+        if step.takes == "channels":
+            operand = builder.emit(relax.op.reshape(operand, [spec.outputs]))
+        operands.append(operand)
+    return kernel(spec, machine), operands
+
+
+def LowerFusedConv(target: tvm.target.Target | None = None) -> tvm.transform.Pass:
+    """Return the pass.
+
+    Parameters
+    ----------
+    target : tvm.target.Target or None
+        Registers and vectors are its; None takes the current target.
+
+    Raises
+    ------
+    UnsupportedTarget
+        When the pass runs and there is neither.
+    """
+    return lowering_pass(_NAME, CONV_REGION, read_conv, _lower, target)
+
+
+PASS = PassInfo(_NAME, LowerFusedConv, "lower", REASSOCIATES, doc="Fused convolution regions become kernels.")
