@@ -14,23 +14,20 @@ Numerics: reassociates (sums of products in another order, float32 sums for floa
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import tvm
 from tvm import relax, tirx
 
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
-from crossloom.rewrite import Match, Site
-from crossloom.schedules.fused_linear import Norm, kernel, plan
+from crossloom.rewrite import Site
+from crossloom.schedules.fused_linear import kernel, plan
 from crossloom.schedules.machine import Machine
 from crossloom.schedules.templates import allowed, chain_of
 from crossloom.verdict import Verdict, accept
 
-from .matching.spelling import is_weight, uncast
 from .regions.linear import LINEAR_REGION, Region, read_linear
 from .regions.lowering import Outer, lowering_pass
-from .regions.operands import linear_operands
+from .regions.operands import linear_operands, norm_folded
 
 _NAME = "lower-fused-linear"
 
@@ -42,33 +39,9 @@ def _legal(region: Region, target: tvm.target.Target) -> Verdict:
 
 
 def _lower(site: Site, region: Region, outer: Outer, machine: Machine) -> tuple[tirx.PrimFunc, list[relax.Expr]]:
-    spec, norm = region.spec, [outer(e) for e in region.norm]
-    weights = [(outer(w), layout) for w, layout in region.weights]
-    if _norm_folds(site.match, region):
-        factor, norm = norm[0], []
-        weights = [(_scaled(site.builder, weight, layout, factor), layout) for weight, layout in weights]
-        spec = replace(spec, norm=Norm("rms", spec.norm.epsilon))
+    spec, norm, weights = norm_folded(site, region, outer)
     operands = linear_operands(site.builder, region, outer, spec, plan(spec, machine), norm, weights)
     return kernel(spec, machine), operands
-
-
-def _norm_folds(match: Match, region: Region) -> bool:
-    """Return whether an RMS norm's weight can be multiplied into weights once and for all."""
-    norm = region.spec.norm
-    if norm is None or norm.kind != "rms" or not norm.weight or norm.bias or region.spec.dtype == "float16":
-        return False
-    if region.spec.turn is not None:
-        return False  # A weight before a rotation is not one behind it.
-    operands = (*region.norm, *(weight for weight, _ in region.weights))
-    captured = (match.captures[e.name] if isinstance(e, relax.Var) else e for e in operands)
-    return all(is_weight(match.graph, uncast(match.graph, expr)) for expr in captured)
-
-
-def _scaled(builder: relax.BlockBuilder, weight: relax.Expr, layout: str, factor: relax.Expr) -> relax.Expr:
-    """Return a weight whose inputs are multiplied by a factor each."""
-    if layout == "in_out":
-        factor = builder.emit(relax.op.expand_dims(factor, 1))
-    return builder.emit(relax.op.multiply(weight, factor))
 
 
 def LowerFusedLinear(target: tvm.target.Target | None = None) -> tvm.transform.Pass:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tvm import relax
@@ -12,10 +12,10 @@ from crossloom.schedules.fused_linear import Spec
 from crossloom.verdict import Verdict, accept, refuse
 
 from ..matching.spelling import dtype
-from .columns import NoKernel, output_of, turn_of
+from .columns import Columns, NoKernel, output_of, turn_of
 from .reader import ACTIVATIONS, LINEAR_REGION, MOVES, Reader
 
-__all__ = ["ACTIVATIONS", "LINEAR_REGION", "MOVES", "NoKernel", "Region", "kernel_takes", "read_linear"]
+__all__ = ["ACTIVATIONS", "LINEAR_REGION", "MOVES", "NoKernel", "Region", "kernel_takes", "read_layer", "read_linear"]
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,24 @@ def read_linear(graph: Graph) -> Region:
     """
     reader = Reader(graph)
     reader.read()
+    return _assembled(reader, reader.results())
+
+
+def read_layer(graph: Graph, var: relax.Var) -> Region:
+    """Read one linear layer that a binding calls, in terms of the function that it is in; raises as a region does."""
+    reader = Reader(graph)
+    reader.step(var)
+    columns = reader.columns(var)
+    return _assembled(reader, [] if columns is None else [columns])
+
+
+def _assembled(reader: Reader, results: Sequence[Columns]) -> Region:
     rows = reader.rows
     if rows is None:
         raise NoKernel("no linear layer in the region")
     *leading, depth = reader.sizes_of_rows(rows)
     outputs, extras = [], []
-    for value in reader.results():
+    for value in results:
         if value.dtype != dtype(rows.x):
             raise NoKernel(f"a result of type {value.dtype} of values of type {dtype(rows.x)}")
         output, more = output_of(value)

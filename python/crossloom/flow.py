@@ -60,12 +60,15 @@ CPU: tuple[str, ...] = (
     "fuse-conv-epilogue",
     # Norms that found no linear layer.
     "fuse-residual-norm",
+    # Both layers of a feed-forward block: nothing grows either of them any more.
+    "fuse-feed-forward",
     "fuse-attention",
     # What attention left of a cache that grows.
     "fuse-cache-append",
     # Regions to kernels: while composites say what is in them.
     "lower-fused-sequence",
     "lower-fused-gate",
+    "lower-fused-feed-forward",
     "lower-fused-linear",
     "lower-fused-residual-norm",
     "lower-fused-conv",
