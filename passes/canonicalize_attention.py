@@ -14,7 +14,8 @@ Attributes
     (``bhsd``, ``bshd``, ``nsd`` with n = batch * heads; ``bhds``, ``nds``: handed over transposed);
     ``masked``, ``mask_form`` (``add``, ``keep``, ``drop``, ``none``), ``biased`` (a second added operand ``bias``);
     ``mask``: ``none`` (every key is kept), ``causal`` (proved: key j <= query i), ``causal+offset`` (proved:
-    j <= i + ``offset``; ``offset`` is a number or ``keys-queries``), ``given`` (whatever the operand holds);
+    j <= i + ``offset``; ``offset`` is a number or ``keys-queries``), ``window`` (proved: of these the last ``window``,
+    j > i + ``offset`` - ``window``), ``given`` (whatever the operand holds);
     ``fill``: the number that ``keep`` and ``drop`` put in place of a score, as text (it may be ``-inf``);
     ``bias_inside``: ``bias`` is added first, so that ``fill`` stands in its place too (else it is added to ``fill``);
     ``empty_rows``: a query without keys gives ``zero``, or whatever ``softmax`` gives.
@@ -33,10 +34,11 @@ from crossloom.verdict import Verdict, refuse
 from .matching.attention import grouped, mask_facts, mask_kind, match_spelled
 from .matching.heads import transposed
 from .matching.lines import distance
+from .matching.mask import Band
 from .matching.spelling import dims, matched, replay, replayable, sizes
 
 _ATTRIBUTES = ("scale", "groups", "layout", "key_layout", "value_layout", "out_layout")
-_MASKS = ("masked", "mask_form", "biased", "mask", "offset", "fill", "bias_inside", "empty_rows")
+_MASKS = ("masked", "mask_form", "biased", "mask", "offset", "window", "fill", "bias_inside", "empty_rows")
 _OPERATORS = frozenset({"relax.nn.attention", "relax.nn.attention_bias"})
 _TURN = (0, 2, 1, 3)
 
@@ -65,13 +67,13 @@ def _match_operator(graph: Graph, root: relax.Var) -> Match | Verdict | None:
     if call.attrs.causal_mask is not None:
         # The operator's own mask is the mask; what is added beside it is a bias.
         offset = 0 if str(call.attrs.causal_mask) == "TopLeft" else distance(*shape)
-        kind, text = ("given", "0") if offset is None else mask_kind(offset, shape)
-        if kind == "given":
+        kind = mask_kind("given" if offset is None else Band(offset), shape)
+        if kind["mask"] == "given":
             return refuse(
                 "causal-offset-unknown", root.name, f"{shape[0]} queries, {shape[1]} keys: their distance is not proved"
             )
         captures = {"bias": call.args[3]} if added else {}
-        facts |= {"masked": False, "mask_form": "none", "biased": bool(captures), "mask": kind, "offset": text}
+        facts |= {"masked": False, "mask_form": "none", "biased": bool(captures), **kind}
     facts |= {"scale": scale, "groups": groups, "layout": layouts["q"], "key_layout": layouts["k"]}
     facts |= {"value_layout": layouts["v"], "out_layout": "bshd", "empty_rows": "softmax"}
     return matched(graph, root, {**operands, **captures}, **facts)
@@ -108,7 +110,7 @@ def _match_turned(graph: Graph, root: relax.Var) -> Match | Verdict | None:
 
 def _outline(site: Site) -> relax.Expr:
     facts = site.match.facts
-    return replay(site, "crossloom.attention", {name: facts[name] for name in (*_ATTRIBUTES, *_MASKS)})
+    return replay(site, "crossloom.attention", {n: facts[n] for n in (*_ATTRIBUTES, *_MASKS) if n in facts})
 
 
 def attention_rules() -> list[Rule]:

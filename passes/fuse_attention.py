@@ -10,7 +10,8 @@ and sizes.  Views in front (reshape, permute_dims, slices, split, a layer's cach
 where elements of a head stay neighbours; so do repeated heads, and a cache and what is appended to it are read from
 where they are.  Who else reads one of these values still does: it is made beside the kernel.
 Never for types other than float16, float32 and float64, for heads of symbolic size or number, nor for operands whose
-batch or heads differ.  A window is a mask like any other: it is read, and nothing is skipped.
+batch or heads differ.  A mask that is proved to be causal, with a window or without, is not read, and keys that it
+hides are not visited.
 
 Numerics: reassociates (scores, weights and sums are float32 for float16, and only the result is rounded: a row whose
 every score a finite mask hides may come out as something else than float16 scores make of it).  Linear in the module's
@@ -22,12 +23,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import tvm
 from tvm import relax
 
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
 from crossloom.rewrite import Graph, Match, Rule, rewrite_pass
+from crossloom.schedules.attention import Spec
 from crossloom.verdict import Verdict, accept, refuse
 
 from .matching.spelling import replay, replayable
@@ -55,15 +58,28 @@ def _matched(graph: Graph, found: Attention) -> Match:
 
 
 def _worth(m: Match) -> Verdict:
-    """Return what is saved: scores and weights are not written, and not read again."""
+    """Return what is saved: scores and weights are not written, and not read again.
+
+    MACs are those that remain: of scores that a proved mask hides there are none.
+    """
     found: Attention = m.facts["found"]
     spec = found.spec
     sizes = (spec.batch, spec.heads, spec.groups, spec.queries, *spec.keys)
     if not all(isinstance(n, int) for n in sizes):
         return accept()
-    scores = math.prod(int(n) for n in sizes[:4]) * sum(int(n) for n in spec.keys)
+    rows, keys = math.prod(int(n) for n in sizes[:4]), sum(int(n) for n in spec.keys)
     width = tvm.DataType(spec.q.dtype).bits // 8
-    return accept(bytes_saved=4 * scores * width, macs=scores * (spec.lanes + spec.value_lanes))
+    seen = rows // max(1, int(spec.queries)) * _pairs(spec, int(spec.queries), keys)
+    return accept(bytes_saved=4 * rows * keys * width, macs=seen * (spec.lanes + spec.value_lanes))
+
+
+def _pairs(spec: Spec, queries: int, keys: int) -> int:
+    """Return how many keys the queries see, all together, where no mask tensor tells."""
+    if spec.causal is None:
+        return queries * keys
+    last = np.arange(queries) + int(spec.causal)
+    behind = last - spec.window if spec.window is not None else np.full(queries, -1)
+    return int(np.sum(np.clip(last, -1, keys - 1) - np.clip(behind, -1, keys - 1)))
 
 
 def FuseAttention() -> tvm.transform.Pass:

@@ -4,7 +4,8 @@
 ->  y = R.call_tir(fused_attention_kernel, (q, k, v, mask), ...)
 
 Fires for every region that :mod:`crossloom.passes.regions.attention` can read: one attention and the views around it.
-A mask that is proved to be causal, or to hide nothing, is not read; what makes it is dead then.
+A mask that is proved to be causal, with a window or without, or to hide nothing, is not read; what makes it is dead
+then.
 Never for a region that holds anything else: it stays executable as it is, and the verdict says what it was.
 
 Numerics: reassociates (online softmax; float32 scores and sums for float16).  Linear in the module's size.

@@ -13,7 +13,7 @@ from crossloom.verdict import Verdict, refuse
 
 from .heads import Product, filled, operand, product_of, repeated_heads, through
 from .lines import proved
-from .mask import causal_offset, is_minus_infinity
+from .mask import Band, is_minus_infinity, kept
 from .softmax import Weights, softmax_of
 from .spelling import dims, dtype, either, matched, same_dims, sizes
 
@@ -52,16 +52,21 @@ def _scores(graph: Graph, expr: relax.Expr, regroup: bool, depth: int = 3) -> _S
     return None
 
 
-def mask_kind(offset: int | tirx.Expr | str, shape: Sequence[tirx.Expr]) -> tuple[str, str]:
-    """Return the mask's kind and the text of its offset; shape is (queries, keys)."""
-    if isinstance(offset, str):
-        return offset, "0"
-    if isinstance(offset, (int, tirx.IntImm)):
-        return ("causal+offset", str(int(offset))) if int(offset) else ("causal", "0")
+def mask_kind(band: Band | str, shape: Sequence[tirx.Expr]) -> dict[str, object]:
+    """Return the facts of the keys a mask keeps; shape is (queries, keys)."""
+    given: dict[str, object] = {"mask": "given", "offset": "0"}
+    if isinstance(band, str):
+        return given | {"mask": band}
     difference = shape[1] - shape[0]
-    if proved(offset >= difference) and proved(difference >= offset):
-        return "causal+offset", "keys-queries"
-    return "given", "0"
+    if isinstance(band.offset, (int, tirx.IntImm)):
+        offset = str(int(band.offset))
+    elif proved(band.offset >= difference) and proved(difference >= band.offset):
+        offset = "keys-queries"
+    else:
+        return given
+    if band.window is not None:
+        return {"mask": "window", "offset": offset, "window": band.window}
+    return {"mask": "causal" if offset == "0" else "causal+offset", "offset": offset}
 
 
 def mask_facts(
@@ -70,24 +75,23 @@ def mask_facts(
     """Return (captures, facts) of up to two masks (innermost first), of which one at most is no sum."""
     ranked = []
     for form, mask, fill in masks:
-        kind, offset = mask_kind(causal_offset(graph, mask, shape, form), shape)
-        if form != "add" and kind != "none" and not is_minus_infinity(fill, dtype(scores)):
-            kind, offset = "given", "0"
-        ranked.append(((form == "add", kind == "given"), form, mask, kind, offset, "" if form == "add" else str(fill)))
+        kind = mask_kind(kept(graph, mask, shape, form), shape)
+        if form != "add" and kind["mask"] != "none" and not is_minus_infinity(fill, dtype(scores)):
+            kind = {"mask": "given", "offset": "0"}
+        ranked.append(((form == "add", kind["mask"] == "given"), form, mask, kind, "" if form == "add" else str(fill)))
     ranked.sort(key=lambda r: r[0])
     if len(ranked) > 2 or (len(ranked) == 2 and ranked[1][1] != "add"):
         return refuse("several-masks", getattr(masks[0][1], "name", ""), f"{len(ranked)} operands mask the scores")
     if not ranked:
         facts = {"masked": False, "mask_form": "none", "biased": False, "mask": "none", "offset": "0", "fill": ""}
         return {}, {**facts, "bias_inside": False}
-    _, form, mask, kind, offset, filled = ranked[0]
+    _, form, mask, kind, filled = ranked[0]
     captures = {"mask": mask, **({"bias": ranked[1][2]} if len(ranked) == 2 else {})}
     facts = {
         "masked": True,
         "mask_form": form,
         "biased": len(ranked) == 2,
-        "mask": kind,
-        "offset": offset,
+        **kind,
         "fill": filled,
         "bias_inside": len(masks) == 2 and [f == "add" for f, _, _ in masks] == [True, False],
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,12 +17,13 @@ from tvm_ffi import structural_equal
 
 from crossloom.rewrite import Graph
 
-from .line_views import inserted, move, narrow, number, sliced
-from .lines import Line, Split, Value, combine, of_array, uniform
+from .line_tables import of_array
+from .line_views import gathered, inserted, joined, move, narrow, number, sliced
+from .lines import Line, Offset, Steps, Value, as_line, combine, parted, proved, reach, settled, uniform
 from .spelling import dims, dtype, is_constant, sizes
 
 #: More lines than a mask of any exporter has.
-MOST_LINES = 80
+MOST_LINES = 200
 #: By function: what its constants are, by their hash; layers share a few large ones.
 _CONSTANTS: weakref.WeakKeyDictionary[Graph, dict[int, Value | None]] = weakref.WeakKeyDictionary()
 
@@ -33,6 +34,8 @@ _COMPARE: dict[str, tuple[int, int]] = {
     "relax.less_equal": (-1, 0),
     "relax.less": (-1, -1),
 }
+#: ``abs(a) OP b`` is ``a OP b and a MIRRORED -b``.
+_MIRRORED = {"relax.less": "relax.greater", "relax.less_equal": "relax.greater_equal"}
 _ELEMENTWISE: dict[str, Callable[..., float]] = {
     "relax.add": operator.add,
     "relax.subtract": operator.sub,
@@ -82,7 +85,7 @@ class Evaluator:
             except (TypeError, ValueError, IndexError):  # a symbolic number where the algebra needs a plain one
                 value = None
         if value is not None:
-            value = narrow(value, sizes(expr))
+            value = settled(narrow(value, sizes(expr)), _shape(expr))
         if isinstance(expr, relax.Var):
             self.known[expr] = value
         return value
@@ -93,13 +96,24 @@ class Evaluator:
             start, _, step = (number(a) for a in call.args)
             return Line((int(step),), start) if dtype(call).startswith("int") else None
         if name in ("relax.zeros", "relax.ones", "relax.zeros_like", "relax.ones_like"):
-            return Split(float("ones" in name))
+            return Steps((float("ones" in name),))
         if name in ("relax.full", "relax.full_like"):
             return self.at(call.args[1])
         if name in ("relax.tril", "relax.triu"):
             return self._triangle(call, name == "relax.tril")
+        if name == "relax.shape_to_tensor":
+            (size,) = call.args[0].values
+            return Line((), number(size))
+        if name == "relax.concat":
+            return self._concat(call)
+        if name == "relax.index_tensor":
+            return self._gather(call)
+        if name in _MIRRORED and (size := self.graph.call(call.args[0], "relax.abs")) is not None:
+            return self._within(call, size.args[0])
         if (value := self.at(call.args[0])) is None:
             return None
+        if name == "relax.cumsum":
+            return value if uniform(value) == 0.0 else None
         if name == "relax.astype":
             return _cast(value, dtype(call))
         if (moved := self._view(call, name, value)) is not None:
@@ -107,15 +121,45 @@ class Evaluator:
         if name == "relax.bitwise_not" and dtype(call) == "bool":
             name = "relax.logical_not"
         values = [value, *(self.at(a) for a in call.args[1:])]
-        return _apply(name, [v for v in values if v is not None]) if None not in values else None
+        return _apply(name, [v for v in values if v is not None], _shape(call)) if None not in values else None
+
+    def _concat(self, call: relax.Call) -> Value | None:
+        parts = _fields(self.graph, call.args[0])
+        values, rank = [self.at(part) for part in parts], len(dims(call) or ())
+        axis = int(call.attrs.axis) % rank
+        known = [v for v in values if v is not None]
+        return joined(known, [_shape(p)[axis] for p in parts], axis, rank) if len(known) == len(parts) else None
+
+    def _gather(self, call: relax.Call) -> Value | None:
+        data, indices = call.args[0], _fields(self.graph, call.args[1])
+        lines = [None if (v := self.at(index)) is None else as_line(v) for index in indices]
+        known, shapes = [line for line in lines if line is not None], [_shape(index) for index in indices]
+        if len(known) < len(lines) or len(lines) != len(_shape(data)):
+            return None
+        if (joined := self.graph.call(data, "relax.concat")) is not None:
+            # What is appended for an index out of bounds is not read where none is.
+            axis, first = int(joined.attrs.axis) % len(lines), _fields(self.graph, joined.args[0])[0]
+            if proved(reach(known[axis], shapes[axis])[1] < _shape(first)[axis]):
+                data = first
+        value = self.at(data)
+        return None if value is None else gathered(value, known, shapes)
+
+    def _within(self, call: relax.Call, inner: relax.Expr) -> Value | None:
+        """Return whether the absolute value of a line is below a bound: two lines bound it."""
+        line, bound = self.at(inner), self.at(call.args[1])
+        if not isinstance(line, Line) or bound is None or (level := as_line(bound)) is None:
+            return None
+        name, shape = call.op.name, _shape(call)
+        sides = [_of_lines(name, line, level, shape), _of_lines(_MIRRORED[name], line, level.times(-1), shape)]
+        return combine(_ELEMENTWISE["relax.logical_and"], [side for side in sides if isinstance(side, Steps)])
 
     def _triangle(self, call: relax.Call, lower: bool) -> Value | None:
         value, rank = self.at(call.args[0]), len(dims(call) or ())
-        if not isinstance(value, Split):
+        if not isinstance(value, Steps):
             return None
         sign = 1 if lower else -1
         line = Line((*(0,) * (rank - 2), sign, -sign), sign * number(call.args[1]))
-        return combine(lambda inside, x: x if inside else 0.0, [Split(1.0, 0.0, line), value])
+        return combine(lambda inside, x: x if inside else 0.0, [parted(1.0, 0.0, line), value])
 
     def _view(self, call: relax.Call, name: str, value: Value) -> Value | None:
         """Return the value over the axes a view has."""
@@ -142,7 +186,7 @@ class Evaluator:
         wide = [a for a in range(rank) if not one[a]]
         places = [a for a, d in enumerate(after) if not (isinstance(d, tirx.IntImm) and int(d) == 1)]
         if len(wide) != len(places) or not all(structural_equal(before[a], after[b]) for a, b in zip(wide, places)):
-            return value if isinstance(value, Split) and value.line is None else None
+            return value if isinstance(value, Steps) and not value.lines else None
         source = dict(zip(places, wide))
         return move(value, lambda s: [s[source[a]] if a in source else 0 for a in range(len(after))], rank)
 
@@ -159,36 +203,42 @@ def _cast(value: Value, to: str) -> Value | None:
         # Whole numbers below 2^24 survive float32; float16 ends at 2^11.
         return value if to in ("int64", "int32", "float32", "float64") else None
     if to == "bool":
-        return replace(value, hit=float(bool(value.hit)), miss=float(bool(value.miss)))
+        return combine(lambda x: float(bool(x)), [value])
     kind = np.dtype("float32" if to == "bfloat16" else to)
-    if kind.kind in "iu" and not np.isfinite([value.hit, value.miss]).all():
+    if kind.kind in "iu" and not np.isfinite(value.values).all():
         return None
-    with np.errstate(all="ignore"):
-        hit, miss = (float(np.asarray(x).astype(kind)) for x in (value.hit, value.miss))
-    return replace(value, hit=hit, miss=miss)
+    return combine(lambda x: float(np.asarray(x).astype(kind)), [value])
 
 
-def _as_line(value: Value) -> Line | None:
-    if isinstance(value, Line):
-        return value
-    number = uniform(value)
-    return Line((), int(number)) if number is not None and number.is_integer() else None
-
-
-def _apply(name: str, values: list[Value]) -> Value | None:
-    """Return an elementwise operator of values."""
+def _apply(name: str, values: list[Value], shape: Sequence[Offset]) -> Value | None:
+    """Return an elementwise operator of values, over a tensor of a shape."""
+    if name == "relax.where" and (chosen := uniform(values[0])) is not None:
+        return values[1 if chosen else 2]
     if any(isinstance(v, Line) and uniform(v) is None for v in values):
-        if len(values) != 2:
+        lines = [as_line(v) for v in values]
+        if len(lines) != 2 or lines[0] is None or lines[1] is None:
             return None
-        left, right = (_as_line(v) for v in values)
-        if left is None or right is None:
-            return None
-        if name in _COMPARE:
-            factor, shift = _COMPARE[name]
-            line = left.plus(right.times(-1)).times(factor)
-            return Split(1.0, 0.0, replace(line, offset=line.offset + shift))
-        if name == "relax.add":
-            return left.plus(right)
-        return left.plus(right.times(-1)) if name == "relax.subtract" else None
-    numbers = [v if isinstance(v, Split) else Split(float(int(v.offset))) for v in values]
+        return _of_lines(name, lines[0], lines[1], shape)
+    numbers = [v if isinstance(v, Steps) else Steps((float(int(v.offset)),)) for v in values]
     return combine(_ELEMENTWISE[name], numbers) if name in _ELEMENTWISE else None
+
+
+def _of_lines(name: str, left: Line, right: Line, shape: Sequence[Offset]) -> Value | None:
+    """Return an elementwise operator of two lines."""
+    difference = left.plus(right.times(-1))
+    if name in _COMPARE:
+        factor, shift = _COMPARE[name]
+        line = difference.times(factor)
+        return parted(1.0, 0.0, replace(line, offset=line.offset + shift))
+    if name in ("relax.minimum", "relax.maximum"):
+        low, high = reach(difference, shape)
+        less, more = (left, right) if proved(high <= 0) else (right, left) if proved(low >= 0) else (None, None)
+        return less if name == "relax.minimum" else more
+    if name == "relax.add":
+        return left.plus(right)
+    return difference if name == "relax.subtract" else None
+
+
+def _shape(expr: relax.Expr) -> list[Offset]:
+    """Return a tensor's sizes, plain where they are static."""
+    return [number(d) for d in dims(expr) or ()]

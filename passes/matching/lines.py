@@ -1,7 +1,7 @@
-"""Tensors of two values parted by a straight line, and integers that grow along axes: what masks are made of.
+"""Tensors of a few values parted by straight lines, and integers that grow along axes: what masks are made of.
 
-A :class:`Line` is ``sum(slope[a] * index[a]) + offset`` over a tensor's axes; a :class:`Split` holds one value
-where a line is >= 0 and another where it is not.  Offsets may hold symbolic dimensions, which are >= 0.
+A :class:`Line` is ``sum(slope[a] * index[a]) + offset`` over a tensor's axes; :class:`Steps` hold a few values, which
+change where parallel lines become >= 0.  Offsets may hold symbolic dimensions, which are >= 0.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from tvm_ffi import structural_walk
 
 #: An integer, or a ``tirx`` expression of symbolic dimensions (untyped for mypy: TVM has no stubs).
 Offset = Any
+#: More lines part no mask: two bound a window.
+MOST_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -41,19 +43,32 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Split:
-    """``hit`` where ``line >= 0``, ``miss`` elsewhere; without a line ``hit`` everywhere."""
+class Steps:
+    """``values[n]`` where exactly the first n of some parallel lines are >= 0; what comes later is reached later."""
 
-    hit: float
-    miss: float = 0.0
-    line: Line | None = None
+    values: tuple[float, ...]
+    lines: tuple[Line, ...] = ()
 
-    def move(self, slopes: Callable[[Sequence[int]], Sequence[int]]) -> Split:
-        """Return the split over other axes."""
-        return self if self.line is None else replace(self, line=self.line.move(slopes(self.line.slopes)))
+    def each(self, change: Callable[[Line], Line]) -> Steps:
+        """Return the same values parted by other lines."""
+        return replace(self, lines=tuple(map(change, self.lines)))
+
+    def move(self, slopes: Callable[[Sequence[int]], Sequence[int]]) -> Steps:
+        """Return the steps over other axes."""
+        return self.each(lambda line: line.move(slopes(line.slopes)))
+
+    def turned(self) -> Steps:
+        """Return the same with every line negated."""
+        lines = (line.times(-1) for line in reversed(self.lines))
+        return Steps(self.values[::-1], tuple(replace(line, offset=line.offset - 1) for line in lines))
 
 
-Value = Line | Split
+Value = Line | Steps
+
+
+def parted(hit: float, miss: float, line: Line) -> Steps:
+    """Return ``hit`` where a line is >= 0, ``miss`` elsewhere."""
+    return Steps((miss, hit), (line,))
 
 
 def aligned(left: Line, right: Line) -> tuple[Line, Line]:
@@ -84,104 +99,94 @@ def distance(left: tirx.Expr, right: tirx.Expr) -> Offset | None:
     return right - left if proved(right >= left) else left - right if proved(left >= right) else None
 
 
-def uniform(value: Line | Split | None) -> float | None:
+def uniform(value: Value | None) -> float | None:
     """Return the number a tensor holds everywhere."""
-    if isinstance(value, Split):
-        return value.hit if value.line is None else None
+    if isinstance(value, Steps):
+        return None if value.lines else value.values[0]
     if isinstance(value, Line) and not any(value.slopes) and isinstance(value.offset, (int, tirx.IntImm)):
         return float(int(value.offset))
     return None
 
 
-def _upward(split: Split) -> Split:
-    """Return the split with the first slope positive: the same values, one form."""
-    if split.line is None or next((s for s in split.line.slopes if s), 1) > 0:
-        return split
-    line = split.line.times(-1)
-    return Split(split.miss, split.hit, replace(line, offset=line.offset - 1))
+def as_line(value: Value) -> Line | None:
+    """Return the line a value is, or a level one for a whole number."""
+    if isinstance(value, Line):
+        return value
+    number = uniform(value)
+    return Line((), int(number)) if number is not None and number.is_integer() else None
 
 
-def combine(function: Callable[..., float], splits: Sequence[Split]) -> Split | None:
-    """Return ``function`` of splits, element by element, None where more than two values remain.
+def reach(line: Line, shape: Sequence[Offset]) -> tuple[Offset, Offset]:
+    """Return the least and the greatest number of a line over a tensor of a shape that is not empty."""
+    low = high = line.offset
+    for slope, size in zip(reversed(line.slopes), reversed(shape)):
+        if slope > 0:
+            high = high + slope * (size - 1)
+        elif slope < 0:
+            low = low + slope * (size - 1)
+    return low, high
+
+
+def settled(value: Value, shape: Sequence[Offset]) -> Value:
+    """Return a value without the lines that a tensor of a shape lies on one side of."""
+    if isinstance(value, Line):
+        return value
+    values, lines = value.values, value.lines
+    while lines and proved(reach(lines[0], shape)[0] >= 0):
+        values, lines = values[1:], lines[1:]
+    while lines and proved(reach(lines[-1], shape)[1] < 0):
+        values, lines = values[:-1], lines[:-1]
+    return Steps(values, lines)
+
+
+def _upward(steps: Steps) -> Steps:
+    """Return the steps with the first slope positive: the same values, one form."""
+    if not steps.lines or next((s for s in steps.lines[0].slopes if s), 1) > 0:
+        return steps
+    return steps.turned()
+
+
+def combine(function: Callable[..., float], operands: Sequence[Steps]) -> Steps | None:
+    """Return ``function`` of steps, element by element, None where too many steps remain.
 
     The lines have to be parallel, their order provable.
     """
-    splits = [_upward(s) for s in splits]
-    lines: list[Line] = []
-    owner: list[int] = []
-    for split in splits:
-        if split.line is None:
-            owner.append(-1)
-            continue
-        for n, known in enumerate(lines):
-            a, b = aligned(known, split.line)
-            if a.slopes != b.slopes:
-                return None
-            if proved(a.offset >= b.offset) and proved(b.offset >= a.offset):
-                owner.append(n)
-                break
-        else:
-            lines.append(split.line)
-            owner.append(len(lines) - 1)
-    # A larger offset is reached earlier; with all of them in order, each cell between two lines has one value.
-    order: list[int] = []
-    for n, line in enumerate(lines):
-        place = 0
-        while place < len(order) and proved(lines[order[place]].offset >= line.offset):
-            place += 1
-        if not all(proved(line.offset >= lines[m].offset) for m in order[place:]):
+    operands = [_upward(s) for s in operands]
+    order: list[Line] = []
+    for line in (line for steps in operands for line in steps.lines):
+        if (placed := _placed(order, line)) is None:
             return None
-        order.insert(place, n)
-    passed = {n: place for place, n in enumerate(order)}
-    cells = []
-    for cell in range(len(lines) + 1):
-        args = [s.hit if n < 0 or passed[n] < cell else s.miss for s, n in zip(splits, owner)]
+        order = placed
+    # With all lines in order, each cell between two of them has one value.
+    values: list[float] = []
+    lines: list[Line] = []
+    for cell in range(len(order) + 1):
         with np.errstate(all="ignore"):
-            cells.append(float(function(*args)))
-    changes = [n for n in range(len(lines)) if cells[n] != cells[n + 1]]
-    if len(changes) > 1 or any(np.isnan(c) for c in cells):
-        return None
-    if not changes:
-        return Split(cells[0])
-    return Split(cells[-1], cells[0], lines[order[changes[0]]])
+            value = float(function(*(steps.values[_passed(steps, order[:cell])] for steps in operands)))
+        if np.isnan(value):
+            return None
+        if values and value != values[-1]:
+            lines.append(order[cell - 1])
+        if not values or value != values[-1]:
+            values.append(value)
+    return Steps(tuple(values), tuple(lines)) if len(lines) <= MOST_STEPS else None
 
 
-def of_array(array: np.ndarray) -> Line | Split | None:
-    """Return what a constant holds: one number, a range of integers, or two values parted by a diagonal."""
-    if array.size == 0 or array.dtype.kind not in "biuf":
+def _placed(order: list[Line], line: Line) -> list[Line] | None:
+    """Return lines in the order in which they are reached, with one more; None where its place is not known."""
+    if order and (pair := aligned(order[0], line))[0].slopes != pair[1].slopes:
         return None
-    values = np.unique(array)
-    if len(values) == 1:
-        return Split(float(values[0]))
-    if array.dtype.kind in "iu" and (line := _ramp(array)) is not None:
-        return line
-    if len(values) > 2 or array.ndim < 1:
+    # A larger offset is reached earlier.
+    place = 0
+    while place < len(order) and proved(order[place].offset >= line.offset):
+        place += 1
+    if not all(proved(line.offset >= other.offset) for other in order[place:]):
         return None
-    table = array.reshape(-1, *array.shape[-2:]) if array.ndim > 1 else array[None, None]
-    if not (table == table[:1]).all():
-        return None
-    rows, columns = table.shape[1:]
-    kept = table[0] == table[0, -1, 0]
-    # The first row with both values fixes the diagonal; the whole table has to lie on it.
-    mixed = [r for r in range(rows) if kept[r].any() and not kept[r].all()]
-    if not mixed:
-        return None
-    offset = int(kept[mixed[0]].sum()) - 1 - mixed[0]
-    if not np.array_equal(kept, np.arange(columns) <= np.arange(rows)[:, None] + offset):
-        return None
-    hit = float(table[0, -1, 0])
-    miss = float(values[0] if values[1] == table[0, -1, 0] else values[1])
-    slopes = (*(0,) * (array.ndim - 2), 1, -1)[-array.ndim :]
-    return Split(hit, miss, Line(slopes, offset))
+    if place and proved(line.offset >= order[place - 1].offset):
+        return order
+    return [*order[:place], line, *order[place:]]
 
 
-def _ramp(array: np.ndarray) -> Line | None:
-    origin = array[(0,) * array.ndim]
-    slopes = []
-    for axis, size in enumerate(array.shape):
-        step = np.take(array, 1, axis).flat[0] - origin if size > 1 else 0
-        slopes.append(int(step))
-    want = np.full(array.shape, int(origin), dtype="int64")
-    for axis, (size, slope) in enumerate(zip(array.shape, slopes)):
-        want = want + (np.arange(size) * slope).reshape([-1 if a == axis else 1 for a in range(array.ndim)])
-    return Line(tuple(slopes), int(origin)) if np.array_equal(want, array.astype("int64")) else None
+def _passed(steps: Steps, reached: Sequence[Line]) -> int:
+    """Return how many lines of steps are among those reached."""
+    return sum(proved(line.offset >= reached[-1].offset) for line in steps.lines) if reached else 0

@@ -1,20 +1,30 @@
-"""Prove that an attention mask is causal, from the lines that compute it or from the constant it is."""
+"""Prove which keys an attention mask keeps, from the lines that compute it or from the constant it is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
+import tvm
 from tvm import relax, tirx
 
 from crossloom.rewrite import Graph
 
 from .evaluate import Evaluator
-from .lines import Offset, Split, proved
+from .line_views import number
+from .lines import Line, Offset, Steps, proved
 from .spelling import dtype
 
 #: A finite number that stands for minus infinity: masks of -1e9 and of the type's least value are; -1e4 is not.
 MINUS_INFINITY = -1e9
+
+
+@dataclass(frozen=True)
+class Band:
+    """A mask that keeps the keys ``j <= i + offset`` of query i; with a window ``j > i + offset - window`` only."""
+
+    offset: Offset
+    window: int | None = None
 
 
 def is_minus_infinity(value: float, kind: str) -> bool:
@@ -22,8 +32,8 @@ def is_minus_infinity(value: float, kind: str) -> bool:
     return value <= (-65504.0 if kind == "float16" else MINUS_INFINITY)
 
 
-def causal_offset(graph: Graph, mask: relax.Expr, shape: Sequence[tirx.Expr], form: str) -> Offset | str:
-    """Return c where the mask keeps exactly keys ``j <= i + c``, ``"none"`` where all, ``"given"`` if not proved.
+def kept(graph: Graph, mask: relax.Expr, shape: Sequence[tirx.Expr], form: str) -> Band | str:
+    """Return the band where a mask is proved to keep exactly that, ``"none"`` where it keeps all, else ``"given"``.
 
     Parameters
     ----------
@@ -33,7 +43,7 @@ def causal_offset(graph: Graph, mask: relax.Expr, shape: Sequence[tirx.Expr], fo
         ``"add"``: added to the scores; ``"keep"`` and ``"drop"``: boolean, true where a score stays or goes.
     """
     value = Evaluator(graph).at(mask)
-    if not isinstance(value, Split):
+    if not isinstance(value, Steps):
         return "given"
 
     def keeps(x: float) -> bool | None:
@@ -41,17 +51,41 @@ def causal_offset(graph: Graph, mask: relax.Expr, shape: Sequence[tirx.Expr], fo
             return True if x == 0 else False if is_minus_infinity(x, dtype(mask)) else None
         return bool(x) == (form == "keep")
 
-    hit, miss, line = keeps(value.hit), keeps(value.miss), value.line
-    if line is None:
-        return "none" if hit else "given"
-    if {hit, miss} != {True, False}:
-        return "given"
-    if miss:
-        line = line.times(-1)
-        line = replace(line, offset=line.offset - 1)
-    slopes = (0, 0, *line.slopes)
-    single = isinstance(shape[0], tirx.IntImm) and int(shape[0]) == 1
+    if not value.lines:
+        return "none" if keeps(value.values[0]) else "given"
+    slopes = (0, 0, *value.lines[0].slopes)
+    if slopes[-1] > 0:
+        value = value.turned()
+        slopes = (0, 0, *value.lines[0].slopes)
+    queries, keys = map(number, shape)
+    # The only query is number 0.
+    single = isinstance(queries, int) and queries == 1
     if any(slopes[:-2]) or slopes[-1] != -1 or slopes[-2] not in ((0, 1) if single else (1,)):
         return "given"
-    # With a negative offset some query would keep no key: another function than causal attention.
-    return line.offset if proved(line.offset >= 0) else "given"
+    # The lines are ``i - j + offset``: what is reached first bounds keys from above.
+    side = [keeps(x) for x in value.values]
+    if side == [False, True]:
+        return _band(value.lines[0], None, queries, keys)
+    if side == [False, True, False]:
+        return _band(value.lines[0], value.lines[1], queries, keys)
+    if side == [True, False]:
+        # No key lies behind those that the first query sees.
+        return _band(Line((), keys - 1), value.lines[0], queries, keys)
+    return "given"
+
+
+def _band(upper: Line, lower: Line | None, queries: Offset, keys: Offset) -> Band | str:
+    """Return the band between two lines; a query that sees no key is another function than masked attention."""
+    offset = upper.offset
+    if not proved(offset >= 0):
+        return "given"
+    if lower is None:
+        return Band(offset)
+    window = offset - lower.offset
+    if not isinstance(window, int):
+        window = tvm.sym.Analyzer().simplify(window)
+    if not isinstance(window, (int, tirx.IntImm)) or int(window) < 1:
+        return "given"
+    if not proved(queries + offset - int(window) < keys):
+        return "given"
+    return Band(offset, int(window))

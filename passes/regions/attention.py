@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from tvm import relax
 
-from crossloom.rewrite import Graph, composite_attrs, composite_name
-from crossloom.schedules.attention import Axis, Extent, Operand, Role, Spec
+from crossloom.rewrite import Graph, composite_name
+from crossloom.schedules.attention import Axis, Extent, Operand, Spec
 
 from ..matching.heads import repeated_heads
-from ..matching.spelling import dims, interior, same_dims
+from ..matching.spelling import interior
+from .attention_axes import Layouts
 from .columns import FLOATS, NoKernel
 from .places import Place, Tracer, same
 from .views import extents
@@ -69,113 +70,7 @@ def read_attention(graph: Graph, core: relax.Var | None = None, views: bool = Tr
     return _Reader(graph, core).read(views)
 
 
-class _Reader:
-    def __init__(self, graph: Graph, core: relax.Var) -> None:
-        self.graph, self.core = graph, core
-        callee = graph.callee(core)
-        assert callee is not None
-        self.facts = composite_attrs(callee)
-        self.args = graph.operands(core)
-        #: The composite's own parameters: equal dimensions are the same there, whatever they are at the call.
-        self.params = {p.name: p for p in callee.params}
-        self.groups = int(str(self.facts["groups"]))
-        self._size()
-
-    # Sizes -------------------------------------------------------------------------------------------------------
-
-    def _along(self, name: str, layout: str, letter: str) -> Extent:
-        value = self.core if name == "out" else self.args[name]
-        return extents(value)[layout.index(letter)]
-
-    def _layout(self, name: str) -> str:
-        facts = {"q": "layout", "k": "key_layout", "v": "value_layout", "out": "out_layout"}
-        return str(self.facts[facts[name]])
-
-    def _size(self) -> None:
-        """Find the extents of all roles."""
-        q, out = self._layout("q"), self._layout("out")
-        known = [dims(self.args[n]) for n in ("q", "k", "v")]
-        if any(shape is None for shape in (*known, dims(self.core))):
-            raise NoKernel(f"{self.core.name}: operands of unknown shape")
-        self.queries = self._along("q", q, "s")
-        self.keys = self._along("k", self._layout("k"), "s")
-        lanes = [self._along("q", q, "d"), self._along("v", self._layout("v"), "d")]
-        if not all(isinstance(n, int) and n > 0 for n in lanes):
-            raise NoKernel(f"{self.core.name}: heads of symbolic or no size")
-        self.lanes, self.value_lanes = (int(n) for n in lanes)
-        if "n" in q:
-            merged = self._along("q", q, "n")
-            total = self._heads_in_mask(merged)
-            self.batch: Extent = merged if total == 1 else int(merged) // total
-        else:
-            found = self._along("q", q, "h")
-            if not isinstance(found, int):
-                raise NoKernel(f"{self.core.name}: a symbolic number of heads")
-            total = found
-            self.batch = self._along("q" if "n" in out else "out", q if "n" in out else out, "b")
-        if total % self.groups:
-            raise NoKernel(f"{self.core.name}: {total} query heads in groups of {self.groups}")
-        self.heads = total // self.groups
-
-    def _heads_in_mask(self, merged: Extent) -> int:
-        """Return how many heads are folded into the batch, where a mask tells them apart; 1 where none does."""
-        for name in ("mask", "bias"):
-            shape = extents(self.args[name]) if name in self.args else ()
-            if len(shape) == 4 and any(d != 1 for d in shape[:2]):
-                batch, heads = shape[:2]
-                if not all(isinstance(n, int) for n in (batch, heads, merged)):
-                    raise NoKernel(f"{self.core.name}: a mask of heads that are folded into a symbolic batch")
-                return int(heads) if heads != 1 else int(merged) // max(1, int(batch))
-        return 1
-
-    # Operands ----------------------------------------------------------------------------------------------------
-
-    def _axes(self, name: str) -> tuple[Axis, ...]:
-        layout, sequence = self._layout(name), "query" if name in ("q", "out") else "key"
-        grouped = name in ("q", "out") and self.groups > 1
-        head: tuple[tuple[Role, Extent], ...] = (("head", self.groups), ("group", 1)) if grouped else (("head", 1),)
-        total = self.heads * (self.groups if name in ("q", "out") else 1)
-        axes = {
-            "b": Axis((("batch", 1),)),
-            "h": Axis(head),
-            "n": Axis((("batch", total), *head)),
-            "s": Axis(((sequence, 1),)),
-            "d": Axis((("lane", 1),)),
-        }
-        wanted = {"b": self.batch, "h": total, "n": self.batch * total}
-        wanted |= {"s": self.queries if sequence == "query" else self.keys}
-        wanted |= {"d": self.lanes if name in ("q", "k") else self.value_lanes}
-        out = []
-        for letter, extent in zip(layout, extents(self.core if name == "out" else self.args[name]), strict=True):
-            if letter in "bh" and isinstance(extent, int) and extent == 1:
-                # One for all, or the only one.
-                out.append(Axis())
-            elif same(extent, wanted[letter]):
-                out.append(axes[letter])
-            else:
-                raise NoKernel(f"{self.core.name}: {name} has {extent} where {wanted[letter]} are due")
-        return tuple(out)
-
-    def _added(self, name: str) -> Place | None:
-        """Return a mask or bias, each of its axes following one of the scores'."""
-        if name not in self.args:
-            return None
-        shape, q = dims(self.params[name]) or [], dims(self.params["q"]) or []
-        if not 1 <= len(shape) <= 4:
-            raise NoKernel(f"{self.core.name}: {name} of {len(shape)} dimensions")
-        groups: tuple[tuple[Role, Extent], ...] = (("group", 1),) if self.groups > 1 else ()
-        head = Axis((("head", self.groups), *groups))
-        both = Axis((("batch", self.heads * self.groups), *head.terms))
-        axes = [Axis((("query", 1),)), Axis((("key", 1),))]
-        if len(shape) == 4:
-            axes = [Axis((("batch", 1),)), head, *axes]
-        elif len(shape) == 3:
-            heads_apart = len(q) == 4 and same_dims(shape[:1], [q[self._layout("q").index("h")]])
-            axes = [head if heads_apart else both, *axes]
-        axes = axes[-len(shape) :]
-        sizes = extents(self.params[name])
-        return Place(self.args[name], tuple(Axis() if n == 1 else axis for n, axis in zip(sizes, axes)))
-
+class _Reader(Layouts):
     def _repeated(self) -> None:
         """Take repeated heads back that the composite left outside."""
         if self.groups > 1 or any(self._layout(n) != "bhsd" for n in ("q", "k", "v")):
@@ -187,16 +82,22 @@ class _Reader:
 
     # Masks -------------------------------------------------------------------------------------------------------
 
-    def _causal(self) -> Extent | None:
-        """Return what is added to a query's index, where the mask is proved to be causal and nothing can undo it."""
+    def _band(self) -> tuple[Extent | None, int | None]:
+        """Return what is added to a query's index for the last key it sees, and how many keys it sees.
+
+        Where the mask is proved to be such a band and nothing can undo it.
+        """
         kind, fill = str(self.facts["mask"]), str(self.facts["fill"])
-        if kind not in ("causal", "causal+offset"):
-            return None
+        if kind not in ("causal", "causal+offset", "window"):
+            return None, None
         # Minus 1e9 in place of a score hides it from every other, unless a bias hides those, too.
         if self.facts["biased"] and self.facts["masked"] and (not fill or float(fill) != -math.inf):
-            return None
+            return None, None
         offset = str(self.facts["offset"])
-        return self.keys - self.queries if offset == "keys-queries" else int(offset)
+        return (
+            self.keys - self.queries if offset == "keys-queries" else int(offset),
+            int(str(self.facts["window"])) if kind == "window" else None,
+        )
 
     # All ---------------------------------------------------------------------------------------------------------
 
@@ -205,16 +106,16 @@ class _Reader:
         if views:
             self._repeated()
         tracer = Tracer(self.graph, self.core, views)
-        q = tracer.source(self.args["q"], self._axes("q"))
+        q = tracer.source(self.args["q"], self.axes("q"))
         k, v = (self._parts(tracer, name) for name in ("k", "v"))
         if len(k) != len(v) or not all(same(*sizes) for sizes in zip(*map(self._lengths, (k, v)))):
-            k, v = ([tracer.source(self.args[name], self._axes(name))] for name in ("k", "v"))
+            k, v = ([tracer.source(self.args[name], self.axes(name))] for name in ("k", "v"))
         layer = _layer_of(k[0], v[0])
         if layer is not None:
             k, v = ([_layered(places[0]), *places[1:]] for places in (k, v))
-        out = tracer.result(self._axes("out"))
-        causal, kind = self._causal(), str(self.facts["mask"])
-        mask, bias = self._added("mask"), self._added("bias")
+        out = tracer.result(self.axes("out"))
+        (causal, window), kind = self._band(), str(self.facts["mask"])
+        mask, bias = self.added("mask"), self.added("bias")
         stops = {"mask": mask, "bias": bias}
         if kind == "none" or causal is not None:
             mask = None
@@ -240,7 +141,7 @@ class _Reader:
             None if bias is None else bias.operand,
             bool(self.facts["bias_inside"]),
             causal,
-            None,
+            window,
             str(self.facts["empty_rows"]) == "zero",
             layer is not None,
         )
@@ -253,7 +154,7 @@ class _Reader:
         return Attention(spec, (*(p.value for p in places), *given), result, members, inputs)
 
     def _parts(self, tracer: Tracer, name: str) -> list[Place]:
-        return tracer.parts(self.args[name], self._axes(name))
+        return tracer.parts(self.args[name], self.axes(name))
 
     def _lengths(self, places: list[Place]) -> tuple[Extent, ...]:
         """Return how many keys lie in each part."""

@@ -285,8 +285,6 @@ ALMOST[3, 1] = -np.inf
     "mask",
     [
         chosen(index_keep(strict=True)),  # the first query keeps nothing
-        chosen(flipped),
-        chosen(window),
         added(filled_triangle(-1e4)),  # scores may differ by 1e4
         added(filled_triangle(-1.0)),
         added(ones),

@@ -165,21 +165,6 @@ def test_a_bias_that_hides_what_a_causal_mask_keeps(fill, over):
     assert np.isnan(after[:, :, 1]).all() == (fill == -math.inf)
 
 
-def windowed(e, s):
-    rows, columns = list(s.ty.shape)[2:]
-    row = e(op.expand_dims(e(op.arange(0, rows, 1, "int64")), 1))
-    away = e(op.subtract(row, e(op.expand_dims(e(op.arange(0, columns, 1, "int64")), 0))))
-    near = e(op.logical_and(e(op.less(away, const(3, "int64"))), e(op.greater_equal(away, const(0, "int64")))))
-    return e(op.where(near, s, const(-1e9)))
-
-
-def test_a_sliding_window_is_a_mask_like_any_other():
-    args = data(*[(1, 2, 40, 4)] * 3)
-    away = np.arange(40)[:, None] - np.arange(40)
-    want = references.attention(*args, scale=0.5, keep=(away < 3) & (away >= 0))
-    check(lambda e, *p: attend(e, *p, windowed), [a.shape for a in args], args, want)
-
-
 @pytest.mark.parametrize("rank", [2, 3, 4])
 def test_boolean_masks_of_every_rank(rank):
     shape = {2: (5, 7), 3: (2, 5, 7), 4: (2, 1, 1, 7)}[rank]
