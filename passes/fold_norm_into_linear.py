@@ -4,9 +4,10 @@
 ->  q, k, v = fused_linear(x, g, wq, wk, wv)      # the norm is the region's first line
 
 Fires for a norm over the last axis whose readers are linear layers and fused linear regions of one block, all of them:
-they become one region.  When it is lowered, the weight of an RMS norm goes into constant weights behind it and what is
-left of the norm is a factor of each row, applied to the sums: rows are read once and never written (float32 and
-float64; float16 keeps the norm in front, in float32, since products of rounded weights would round twice).
+they become one region.  When it is lowered, weight and bias of the norm, and the mean that a layer norm takes off, go
+into constant weights and biases behind it, and what is left of the norm is a factor of each row, applied to the sums:
+rows are read once and never written (float32 and float64; float16 keeps the norm in front, in float32, since products
+of rounded weights would round twice).
 Never when something else reads the norm's result: it has to exist then anyway.
 
 Numerics: reassociates.  Linear in the module's size.  Source: the factor commutes with the sum; as SliceGPT (Ashkboos

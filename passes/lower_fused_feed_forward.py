@@ -42,13 +42,13 @@ def _legal(region: FeedForwardRegion, target: tvm.target.Target) -> Verdict:
 def _lower(
     site: Site, region: FeedForwardRegion, outer: Outer, machine: Machine
 ) -> tuple[tirx.PrimFunc, list[relax.Expr]]:
-    layers = region.first, region.second
-    specs, norms, weights = zip(*(norm_folded(site, layer, outer) for layer in layers))
-    block = FeedForward(*specs)
+    regions = region.first, region.second
+    layers = [norm_folded(site, part, outer) for part in regions]
+    block = FeedForward(*(part.spec for part in layers))
     cuts = cut(block, machine)
     operands: list[relax.Expr] = []
-    for layer, spec, plan, norm, of in zip(layers, specs, (cuts.first, cuts.second), norms, weights):
-        operands += linear_operands(site.builder, layer, outer, spec, plan, norm, of, with_x=not operands)
+    for part, folded, plan in zip(regions, layers, (cuts.first, cuts.second)):
+        operands += linear_operands(site.builder, part, outer, folded, plan, with_x=not operands)
     return kernel(block, machine), operands
 
 

@@ -39,9 +39,9 @@ def _legal(region: Region, target: tvm.target.Target) -> Verdict:
 
 
 def _lower(site: Site, region: Region, outer: Outer, machine: Machine) -> tuple[tirx.PrimFunc, list[relax.Expr]]:
-    spec, norm, weights = norm_folded(site, region, outer)
-    operands = linear_operands(site.builder, region, outer, spec, plan(spec, machine), norm, weights)
-    return kernel(spec, machine), operands
+    layers = norm_folded(site, region, outer)
+    operands = linear_operands(site.builder, region, outer, layers, plan(layers.spec, machine))
+    return kernel(layers.spec, machine), operands
 
 
 def LowerFusedLinear(target: tvm.target.Target | None = None) -> tvm.transform.Pass:

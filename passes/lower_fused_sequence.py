@@ -26,7 +26,7 @@ from crossloom.schedules.machine import Machine
 
 from .regions.linear import NoKernel
 from .regions.lowering import Outer, lowering_pass
-from .regions.operands import linear_operands
+from .regions.operands import layers_of, linear_operands
 from .regions.parts import Linear, Problem
 from .regions.sequence import SEQUENCE_REGION, SequenceRegion, read_sequence
 
@@ -56,9 +56,9 @@ def _lower(
         def handed(expr: relax.Expr, names: dict[str, relax.Expr] = operand.names) -> relax.Expr:
             return outer(names[expr.name]) if isinstance(expr, relax.Var) else expr
 
-        linear, spec = operand.region, operand.region.spec
-        norm, weights = [handed(e) for e in linear.norm], [(handed(w), layout) for w, layout in linear.weights]
-        operands += linear_operands(site.builder, linear, handed, spec, plan(spec, machine), norm, weights)
+        linear = operand.region
+        layers = layers_of(linear, handed)
+        operands += linear_operands(site.builder, linear, handed, layers, plan(linear.spec, machine))
     return kernel(region.spec, machine), operands
 
 

@@ -1,9 +1,9 @@
-"""What a fused linear kernel is called with."""
+"""What a fused linear kernel is called with; its norm goes into the weights behind it where they are constant."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from tvm import relax
 
@@ -13,51 +13,99 @@ from crossloom.schedules.fused_linear import Norm, Plan, Spec, pack_bias, pack_w
 from ..matching.spelling import is_weight, uncast
 from .linear import Region
 
+#: From an operand as a region names it to what is handed over.
+Outer = Callable[[relax.Expr], relax.Expr]
 
-def norm_folded(
-    site: Site, region: Region, outer: Callable[[relax.Expr], relax.Expr]
-) -> tuple[Spec, list[relax.Expr], list[tuple[relax.Expr, str]]]:
-    """Return what a kernel computes, its norm's operands, and its weights with their layouts.
 
-    The weight of an RMS norm is multiplied into constant weights once and for all; only a factor is left of the norm.
-    Both are handed over already: in terms of the caller.
+@dataclass(frozen=True)
+class Layers:
+    """Linear layers side by side, in terms of the caller.
+
+    Attributes
+    ----------
+    spec : Spec
+    norm : tuple of relax.Expr
+        Weight and bias of the norm in front, those that the kernel takes.
+    weights : tuple of (relax.Expr, layout)
+    biases : tuple of (relax.Expr or None, number of columns)
+        None at all where the kernel takes none.
     """
-    spec, norm = region.spec, [outer(e) for e in region.norm]
-    weights = [(outer(w), layout) for w, layout in region.weights]
-    if spec.norm is None or not _norm_folds(site.match, region):
-        return spec, norm, weights
-    weights = [(_scaled(site.builder, weight, layout, norm[0]), layout) for weight, layout in weights]
-    return replace(spec, norm=Norm("rms", spec.norm.epsilon)), [], weights
+
+    spec: Spec
+    norm: tuple[relax.Expr, ...]
+    weights: tuple[tuple[relax.Expr, str], ...]
+    biases: tuple[tuple[relax.Expr | None, int], ...]
 
 
-def _norm_folds(match: Match, region: Region) -> bool:
-    """Return whether an RMS norm's weight can be multiplied into weights once and for all."""
-    norm = region.spec.norm
-    if norm is None or norm.kind != "rms" or not norm.weight or norm.bias or region.spec.dtype == "float16":
+def layers_of(region: Region, outer: Outer) -> Layers:
+    """Return a region's layers as they are."""
+    biases = tuple((bias if bias is None else outer(bias), count) for bias, count in region.biases)
+    weights = tuple((outer(weight), layout) for weight, layout in region.weights)
+    return Layers(region.spec, tuple(map(outer, region.norm)), weights, biases)
+
+
+def norm_folded(site: Site, region: Region, outer: Outer) -> Layers:
+    """Return a region's layers, the norm in front of them put into constant weights once and for all.
+
+    Notes
+    -----
+    Of ``norm(x) W`` with ``norm(x) = (x - mean(x)) f g + b`` a factor f of each row is left: W becomes ``g W``, each
+    column less its mean, since ``(x - mean(x)) W = x (W - mean(W))``, and the bias becomes ``b W + bias``.  An RMS
+    norm has no mean.  As in SliceGPT (Ashkboos et al. 2024).
+    """
+    layers, norm = layers_of(region, outer), region.spec.norm
+    if norm is None or not _folds(site.match, region):
+        return layers
+    emit, given = site.builder.emit, dict(zip(_parts(norm), layers.norm))
+    biases = list(layers.biases) or [(None, _columns(weight, layout)) for weight, layout in layers.weights]
+    weights = []
+    for i, (weight, layout) in enumerate(layers.weights):
+        if "bias" in given:
+            bias, count = biases[i]
+            product = (weight, given["bias"]) if layout == "out_in" else (given["bias"], weight)
+            added = emit(relax.op.matmul(*product))
+            biases[i] = (added if bias is None else emit(relax.op.add(bias, added)), count)
+        if "weight" in given:
+            factor = given["weight"] if layout == "out_in" else emit(relax.op.expand_dims(given["weight"], 1))
+            weight = emit(relax.op.multiply(weight, factor))
+        if norm.kind == "layer":
+            weight = _centred(site.builder, weight, layout, region.spec)
+        weights.append((weight, layout))
+    rest = Norm(norm.kind, norm.epsilon, centred=norm.kind == "layer")
+    biased = region.spec.bias or "bias" in given
+    spec = replace(region.spec, norm=rest, bias=biased)
+    return Layers(spec, (), tuple(weights), tuple(biases) if biased else ())
+
+
+def _parts(norm: Norm) -> list[str]:
+    return [name for name in ("weight", "bias") if getattr(norm, name)]
+
+
+def _columns(weight: relax.Expr, layout: str) -> int:
+    return int(weight.ty.shape[0 if layout == "out_in" else 1])
+
+
+def _centred(builder: relax.BlockBuilder, weight: relax.Expr, layout: str, spec: Spec) -> relax.Expr:
+    """Return a weight each column of which is less its mean."""
+    total = builder.emit(relax.op.sum(weight, 1 if layout == "out_in" else 0, keepdims=True))
+    mean = builder.emit(relax.op.multiply(total, relax.const(1.0 / spec.depth, spec.dtype)))
+    return builder.emit(relax.op.subtract(weight, mean))
+
+
+def _folds(match: Match, region: Region) -> bool:
+    """Return whether a norm can be put into weights once and for all."""
+    norm, spec = region.spec.norm, region.spec
+    # An RMS norm without weight is a factor as it is.  Products of rounded weights would round twice in float16, and
+    # a weight before a rotation is not one behind it.
+    if norm is None or norm.scales_sums or spec.dtype == "float16" or spec.turn is not None:
         return False
-    if region.spec.turn is not None:
-        return False  # A weight before a rotation is not one behind it.
     operands = (*region.norm, *(weight for weight, _ in region.weights))
     captured = (match.captures[e.name] if isinstance(e, relax.Var) else e for e in operands)
     return all(is_weight(match.graph, uncast(match.graph, expr)) for expr in captured)
 
 
-def _scaled(builder: relax.BlockBuilder, weight: relax.Expr, layout: str, factor: relax.Expr) -> relax.Expr:
-    """Return a weight whose inputs are multiplied by a factor each."""
-    if layout == "in_out":
-        factor = builder.emit(relax.op.expand_dims(factor, 1))
-    return builder.emit(relax.op.multiply(weight, factor))
-
-
 def linear_operands(
-    builder: relax.BlockBuilder,
-    region: Region,
-    outer: Callable[[relax.Expr], relax.Expr],
-    spec: Spec,
-    cut: Plan,
-    norm: Sequence[relax.Expr],
-    weights: Sequence[tuple[relax.Expr, str]],
-    with_x: bool = True,
+    builder: relax.BlockBuilder, region: Region, outer: Outer, layers: Layers, cut: Plan, with_x: bool = True
 ) -> list[relax.Expr]:
     """Return the arguments of a fused linear kernel but its results, in its order.
 
@@ -68,20 +116,20 @@ def linear_operands(
     region : Region
     outer : callable
         From an operand as the region names it to what is handed over.
-    spec, cut : Spec, Plan
+    layers : Layers
+        The region's, as they are or with their norm folded.
+    cut : Plan
         Of the kernel.
-    norm, weights
-        The norm's operands and the weights with their layouts, handed over already.
     with_x : bool
         Whether x is an argument; it is none where the kernel makes it.
     """
+    spec = layers.spec
     operands = [
         *([outer(region.x)] if with_x else []),
-        *norm,
+        *layers.norm,
         *(outer(e) for e in region.turn),
-        pack_weights(builder, spec, cut, weights),
+        pack_weights(builder, spec, cut, layers.weights),
     ]
     if spec.bias:
-        biases = [(None if b is None else outer(b), count) for b, count in region.biases]
-        operands.append(pack_bias(builder, spec, cut, biases))
+        operands.append(pack_bias(builder, spec, cut, layers.biases))
     return operands + [outer(e) for e in region.extras]

@@ -86,7 +86,10 @@ def _sum(call: relax.Call, x: np.ndarray) -> np.ndarray | None:
 def _matmul(call: relax.Call, x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
     # A product that is larger than its factors (low-rank weights) is not worth storing.
     floats = "float" in str(x.dtype) and "float" in str(y.dtype)
-    if not floats or x.ndim != 2 or y.ndim != 2 or x.shape[0] * y.shape[1] > x.size + y.size:
+    if not floats or not {x.ndim, y.ndim} <= {1, 2}:
+        return None
+    rows, columns = x.shape[0] if x.ndim == 2 else 1, y.shape[1] if y.ndim == 2 else 1
+    if rows * columns > x.size + y.size:
         return None
     return np.matmul(x.astype("float64"), y.astype("float64"))
 

@@ -29,6 +29,9 @@ class Norm:
         of x with neither never changes x: its factor is applied to the sums.
     dtype : str
         Of weight and bias; ``""`` for that of x.
+    centred : bool
+        Whether each column of W adds up to nothing, so that the mean of a row takes no part in the sums: a ``layer``
+        norm of x with neither weight nor bias is then such a factor, too.
     """
 
     kind: Literal["rms", "layer"]
@@ -36,11 +39,12 @@ class Norm:
     weight: bool = False
     bias: bool = False
     dtype: str = ""
+    centred: bool = False
 
     @property
     def scales_sums(self) -> bool:
         """Whether the norm is a factor of each row, applied behind the sum of products."""
-        return self.kind == "rms" and not self.weight and not self.bias
+        return (self.kind == "rms" or self.centred) and not self.weight and not self.bias
 
 
 @dataclass(frozen=True)

@@ -206,36 +206,51 @@ def test_refused_a_chain_that_the_targets_table_does_not_allow():
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("constant", [False, True])
-def test_an_rms_norms_weight_goes_into_weights_or_stays(dtype, constant):
-    fixed = data((4,), seed=5)[0].astype(dtype)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_norms_weight_and_bias_go_into_the_layers_or_stay(dtype, constant, kind):
+    """The rows lie far from 0: their mean must not be left in what centred weights give."""
+    fixed = [a.astype(dtype) for a in data((4,), (4,), seed=5)]
+    affine = 1 if kind == "rms" else 2
 
     def build(e, x, *rest):
-        g = relax.const(fixed) if constant else rest[0]
-        w, v = rest[-2:]
-        n = e(op.nn.rms_norm(x, g, [-1], 1e-5))
-        return relax.Tuple([e(op.matmul(n, w)), e(op.matmul(n, e(op.permute_dims(v))))])
+        parts = [relax.const(a) for a in fixed[:affine]] if constant else rest[:affine]
+        w, v, c = rest[-3:]
+        if kind == "rms":
+            n = e(op.nn.rms_norm(x, *parts, [-1], 1e-5))
+        else:
+            n = e(op.nn.layer_norm(x, *parts, [-1], 1e-5))
+        return relax.Tuple([e(op.add(e(op.matmul(n, w)), c)), e(op.matmul(n, e(op.permute_dims(v))))])
 
-    shapes = [(N, 4), *([] if constant else [(4,)]), (4, 6), (5, 4)]
+    weights = [(4, 6), (5, 4), (1, 6)]
+    shapes = [(N, 4), *([] if constant else [(4,)] * affine), *weights]
     mod = LowerFusedLinear(HOST)(regions(build, shapes, ("decode",), dtype=dtype))
     (name,) = kernels(mod)
     # Products of rounded weights would round twice.
-    assert ("norm_weight" in mod[name].script()) == (dtype == "float16")
-    arrays = data((5, 4), *([] if constant else [(4,)]), (4, 6), (5, 4), dtype=dtype)
+    script = mod[name].script()
+    assert ("norm_weight" in script) == (dtype == "float16")
+    assert ("norm_bias" in script) == (dtype == "float16" and kind == "layer")
+    arrays = data((5, 4), *([] if constant else [(4,)] * affine), *weights, dtype=dtype)
+    arrays[0] = (arrays[0] + 4).astype(dtype)
     wide = [a.astype("float64") for a in arrays]
-    x, w, v = wide[0], *wide[-2:]
-    n = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * (fixed.astype("float64") if constant else wide[1])
-    for got, want in zip(run_module(mod, "decode", arrays), (n @ w, n @ v.T), strict=True):
+    x, w, v, c = wide[0], *wide[-3:]
+    g, b = [a.astype("float64") for a in fixed] if constant else (wide[1], wide[2])
+    if kind == "rms":
+        n = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * g
+    else:
+        n = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * g + b
+    for got, want in zip(run_module(mod, "decode", arrays), (n @ w + c, n @ v.T), strict=True):
         assert worst_error(want.astype(dtype), got) <= REASSOCIATES.bound(dtype)
 
 
 def test_weights_are_packed_once_when_a_model_is_built():
-    mod = module(
-        lambda e, x, w, b, v: relax.Tuple([e(op.matmul(x, v)), e(op.add(e(op.matmul(x, w)), b))]),
-        [(N, 5), (5, 19), (1, 19), (5, 21)],
-        ("decode",),
-    )
-    names = ("w", "b", "v")
-    weights = dict(zip(names, data((5, 19), (1, 19), (5, 21), seed=2)))
+    def lines(e, x, g, s, w, b, v):
+        n = e(op.nn.layer_norm(x, g, s, [-1], 1e-5))
+        return relax.Tuple([e(op.matmul(n, v)), e(op.add(e(op.matmul(n, w)), b))])
+
+    shapes = [(5,), (5,), (5, 19), (1, 19), (5, 21)]
+    mod = module(lines, [(N, 5), *shapes], ("decode",))
+    names = ("g", "s", "w", "b", "v")
+    weights = dict(zip(names, data(*shapes, seed=2)))
     outputs = tuple(TensorSpec(f"y{i}", ("n", n), "float32") for i, n in enumerate((21, 19)))
     model = Model(
         mod, weights, {"decode": Entry("decode", (TensorSpec("x", ("n", 5), "float32"),), outputs, names)}, {}, "toy"
@@ -248,7 +263,8 @@ def test_weights_are_packed_once_when_a_model_is_built():
     (x,) = data((6, 5))
     packed = [compiled.model.params[k] for k in compiled.model.entries["decode"].weights]
     got = vm["decode"](*map(tvm.runtime.tensor, [x, *packed]))
-    for found, want in zip(got, (x @ weights["v"], x @ weights["w"] + weights["b"]), strict=True):
+    n = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * weights["g"] + weights["s"]
+    for found, want in zip(got, (n @ weights["v"], n @ weights["w"] + weights["b"]), strict=True):
         assert worst_error(want, found.numpy()) < 1e-5
 
 

@@ -255,6 +255,20 @@ def test_norms(norm, dtype, depth):
     hold(Spec((7,), depth, dtype, (plain(17),), norm, bias=True))
 
 
+def test_mean_of_rows_takes_no_part_in_sums_of_centred_weights():
+    """A layer norm as a factor of the sums: rows stay where they are, also rows far from 0."""
+    spec = Spec((7,), 64, "float32", (plain(17),), replace(LAYER, centred=True), bias=True)
+    mod, names, _ = build(spec, HOST, 1, ("in_out",))
+    assert names == ["x", "W.0", "b.0"]
+    given = operands(spec, {})
+    given["x"] = (given["x"] + 3.0).astype("float32")
+    given["W"] = (given["W"] - given["W"].mean(0, dtype="float64")).astype("float32")
+    (want,) = reference(spec, given)
+    machine = relax.VirtualMachine(tvm.compile(mod, target=HOST), tvm.cpu())
+    got = machine["main"](*map(tvm.runtime.tensor, (given["x"], given["W"], given["b"][None]))).numpy()
+    assert worst_error(want.astype("float32"), got) <= REASSOCIATES.bound("float32")
+
+
 @pytest.mark.parametrize(("activation", "lanes"), [("", 1), ("silu", 8), ("gelu", 19), ("relu", 40)])
 def test_gates(activation, lanes):
     hold(Spec((3,), 12, "float32", (plain(lanes, first=lanes, gate=0, activation=activation),), bias=True))
