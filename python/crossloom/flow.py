@@ -62,6 +62,8 @@ CPU: tuple[str, ...] = (
     "fuse-residual-norm",
     # Both layers of a feed-forward block: nothing grows either of them any more.
     "fuse-feed-forward",
+    # Layers that nothing has joined.
+    "fuse-single-linear",
     "fuse-attention",
     # What attention left of a cache that grows.
     "fuse-cache-append",

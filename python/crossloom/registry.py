@@ -49,6 +49,7 @@ BUILTINS = (
     "crossloom.passes.fuse_conv_epilogue",
     "crossloom.passes.fuse_residual_norm",
     "crossloom.passes.fuse_feed_forward",
+    "crossloom.passes.fuse_single_linear",
     "crossloom.passes.fuse_attention",
     "crossloom.passes.fuse_cache_append",
     "crossloom.passes.lower_fused_sequence",
