@@ -91,8 +91,8 @@ def test_what_falls_short_is_named():
     seconds = {"fuse-x": {1000: 0.1, 10000: 11.0}}
     short = fusion.shortfalls([fusion.ModelRow("m", [entry])], seconds)
     assert [line.split(":")[0] for line in short] == [
+        "m",
         "m, decode, text.decoder.1",
-        "m, decode",
         "fusion's passes",
         "fuse-x",
     ]
