@@ -18,7 +18,7 @@ from tvm import relax, tirx
 from crossloom.numerics import REASSOCIATES
 from crossloom.registry import PassInfo
 from crossloom.rewrite import Site
-from crossloom.schedules.fused_conv import kernel, pack_weights, plan
+from crossloom.schedules.fused_conv import kernel, pack_channels, pack_weights, plan
 from crossloom.schedules.machine import Machine
 
 from .regions.conv import CONV_REGION, ConvRegion, read_conv
@@ -32,9 +32,7 @@ def _lower(site: Site, region: ConvRegion, outer: Outer, machine: Machine) -> tu
     operands = [outer(region.x), pack_weights(builder, spec, plan(spec, machine), outer(region.weight))]
     taking = [step for step in spec.steps if step.takes]
     for step, operand in zip(taking, map(outer, region.operands), strict=True):
-        if step.takes == "channels":
-            operand = builder.emit(relax.op.reshape(operand, [spec.outputs]))
-        operands.append(operand)
+        operands.append(pack_channels(builder, spec, operand) if step.takes == "channels" else operand)
     return kernel(spec, machine), operands
 
 

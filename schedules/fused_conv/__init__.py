@@ -7,8 +7,8 @@ computed once when a model is built.
 
 from .geometry import MOST_PHASES, Geometry
 from .kernel import kernel
-from .pack import pack_weights
+from .pack import pack_channels, pack_weights
 from .plan import Plan, plan
 from .spec import Spec, Step
 
-__all__ = ["MOST_PHASES", "Geometry", "Plan", "Spec", "Step", "kernel", "pack_weights", "plan"]
+__all__ = ["MOST_PHASES", "Geometry", "Plan", "Spec", "Step", "kernel", "pack_channels", "pack_weights", "plan"]

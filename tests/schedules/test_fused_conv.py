@@ -220,7 +220,10 @@ def test_weights_in_the_kernels_order_by_a_models_own_operators():
         with builder.function("main", [var]):
             builder.emit_func_output(pack_weights(builder, spec, plan(spec, machine), var))
         run = relax.VirtualMachine(tvm.compile(builder.get(), PLAIN), tvm.cpu())["main"]
-        np.testing.assert_array_equal(run(tvm.runtime.tensor(weight)).numpy(), packed(spec, weight, machine))
+        want = packed(spec, weight, machine)
+        np.testing.assert_array_equal(run(tvm.runtime.tensor(weight)).numpy(), want)
+        constant = pack_weights(builder, spec, plan(spec, machine), relax.const(weight))
+        np.testing.assert_array_equal(constant.value.numpy(), want)
 
 
 def test_nothing_to_compute():
