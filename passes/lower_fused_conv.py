@@ -5,7 +5,8 @@
     y = R.call_tir(fused_conv_kernel, (x, p, b, r), ...)
 
 Fires for every region that :mod:`crossloom.passes.regions.conv` can read: one convolution, then steps on its sums.
-Never for a region that holds anything else: it stays executable as it is, and the verdict says what it was.
+Never for a region that holds anything else, nor for a target of kind ``c``, whose compilers are given no vectors and
+whose memory has no room for a copy of x: it stays executable as it is, and the verdict says what it was.
 
 Numerics: reassociates (sums of products in another order, float32 sums for float16).  Linear in the module's size.
 """
@@ -20,11 +21,18 @@ from crossloom.registry import PassInfo
 from crossloom.rewrite import Site
 from crossloom.schedules.fused_conv import kernel, pack_channels, pack_weights, plan
 from crossloom.schedules.machine import Machine
+from crossloom.verdict import Verdict, accept, refuse
 
 from .regions.conv import CONV_REGION, ConvRegion, read_conv
 from .regions.lowering import Outer, lowering_pass
 
 _NAME = "lower-fused-conv"
+
+
+def _legal(region: ConvRegion, target: tvm.target.Target) -> Verdict:
+    if target.kind.name == "llvm":
+        return accept()
+    return refuse("no-vectors", target.kind.name, "the kernel's copy of x pays where products are of vectors")
 
 
 def _lower(site: Site, region: ConvRegion, outer: Outer, machine: Machine) -> tuple[tirx.PrimFunc, list[relax.Expr]]:
@@ -49,7 +57,7 @@ def LowerFusedConv(target: tvm.target.Target | None = None) -> tvm.transform.Pas
     UnsupportedTarget
         When the pass runs and there is neither.
     """
-    return lowering_pass(_NAME, CONV_REGION, read_conv, _lower, target)
+    return lowering_pass(_NAME, CONV_REGION, read_conv, _lower, target, _legal)
 
 
 PASS = PassInfo(_NAME, LowerFusedConv, "lower", REASSOCIATES, doc="Fused convolution regions become kernels.")

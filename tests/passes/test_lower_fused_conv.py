@@ -179,6 +179,13 @@ def test_refused_regions_of_anything_else(body, detail):
     assert [v.code for v in ledger.refused] == ["no-kernel"] and detail in ledger.refused[0].detail
 
 
+def test_refused_on_a_target_without_vectors():
+    before, _ = fused(module(block, SHAPES, ("vision",)), FuseConvEpilogue())
+    with Ledger() as ledger:
+        after = LowerFusedConv(tvm.target.Target({"kind": "c"}))(before)
+    assert after.same_as(before) and {v.code for v in ledger.refused} == {"no-vectors"}
+
+
 def test_no_target_is_told():
     mod, _ = fused(module(block, SHAPES, ("vision",)), FuseConvEpilogue())
     with pytest.raises(UnsupportedTarget, match="lower-fused-conv"):
