@@ -48,6 +48,9 @@ proof: test
 	$(BIN)/python -m benchmarks.passes --check
 	$(BIN)/python -m benchmarks.host_kernels --check
 	$(BIN)/python -m benchmarks.demo --check
+	$(BIN)/python -m benchmarks.fusion --check
+	$(BIN)/python -m benchmarks.cross_modal --check
+	$(BIN)/python -m benchmarks.rotary_pareto --check
 
 clean:
 	rm -rf build out $(VENV) $(VENV_TORCH)
