@@ -15,7 +15,8 @@ Attributes
     ``masked``, ``mask_form`` (``add``, ``keep``, ``drop``, ``none``), ``biased`` (a second added operand ``bias``);
     ``mask``: ``none`` (every key is kept), ``causal`` (proved: key j <= query i), ``causal+offset`` (proved:
     j <= i + ``offset``; ``offset`` is a number or ``keys-queries``), ``window`` (proved: of these the last ``window``,
-    j > i + ``offset`` - ``window``), ``given`` (whatever the operand holds);
+    j > i + ``offset`` - ``window``), ``given`` (whatever the operand holds; where ``bounded``, nothing outside of
+    ``offset`` and ``window``);
     ``fill``: the number that ``keep`` and ``drop`` put in place of a score, as text (it may be ``-inf``);
     ``bias_inside``: ``bias`` is added first, so that ``fill`` stands in its place too (else it is added to ``fill``);
     ``empty_rows``: a query without keys gives ``zero``, or whatever ``softmax`` gives.
@@ -38,7 +39,7 @@ from .matching.mask import Band
 from .matching.spelling import dims, matched, replay, replayable, sizes
 
 _ATTRIBUTES = ("scale", "groups", "layout", "key_layout", "value_layout", "out_layout")
-_MASKS = ("masked", "mask_form", "biased", "mask", "offset", "window", "fill", "bias_inside", "empty_rows")
+_MASKS = ("masked", "mask_form", "biased", "mask", "offset", "window", "bounded", "fill", "bias_inside", "empty_rows")
 _OPERATORS = frozenset({"relax.nn.attention", "relax.nn.attention_bias"})
 _TURN = (0, 2, 1, 3)
 

@@ -13,7 +13,7 @@ from crossloom.verdict import Verdict, refuse
 
 from .heads import Product, filled, operand, product_of, repeated_heads, through
 from .lines import proved
-from .mask import Band, is_minus_infinity, kept
+from .mask import Band, is_minus_infinity, kept, kept_within
 from .softmax import Weights, softmax_of
 from .spelling import dims, dtype, either, matched, same_dims, sizes
 
@@ -78,6 +78,9 @@ def mask_facts(
         kind = mask_kind(kept(graph, mask, shape, form), shape)
         if form != "add" and kind["mask"] != "none" and not is_minus_infinity(fill, dtype(scores)):
             kind = {"mask": "given", "offset": "0"}
+        if kind["mask"] == "given" and form == "keep" and fill == -math.inf:
+            within = mask_kind(kept_within(graph, mask, shape) or "given", shape)
+            kind = kind if within["mask"] == "given" else {**within, "mask": "given", "bounded": True}
         ranked.append(((form == "add", kind["mask"] == "given"), form, mask, kind, "" if form == "add" else str(fill)))
     ranked.sort(key=lambda r: r[0])
     if len(ranked) > 2 or (len(ranked) == 2 and ranked[1][1] != "add"):

@@ -116,7 +116,7 @@ class Evaluator:
             return value if uniform(value) == 0.0 else None
         if name == "relax.astype":
             return _cast(value, dtype(call))
-        if (moved := self._view(call, name, value)) is not None:
+        if (moved := self.view(call, name, value)) is not None:
             return moved
         if name == "relax.bitwise_not" and dtype(call) == "bool":
             name = "relax.logical_not"
@@ -161,7 +161,7 @@ class Evaluator:
         line = Line((*(0,) * (rank - 2), sign, -sign), sign * number(call.args[1]))
         return combine(lambda inside, x: x if inside else 0.0, [parted(1.0, 0.0, line), value])
 
-    def _view(self, call: relax.Call, name: str, value: Value) -> Value | None:
+    def view(self, call: relax.Call, name: str, value: Value) -> Value | None:
         """Return the value over the axes a view has."""
         attrs = call.attrs
         if name == "relax.broadcast_to":

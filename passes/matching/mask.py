@@ -12,7 +12,7 @@ from crossloom.rewrite import Graph
 
 from .evaluate import Evaluator
 from .line_views import number
-from .lines import Line, Offset, Steps, proved
+from .lines import Line, Offset, Steps, combine, proved
 from .spelling import dtype
 
 #: A finite number that stands for minus infinity: masks of -1e9 and of the type's least value are; -1e4 is not.
@@ -43,12 +43,40 @@ def kept(graph: Graph, mask: relax.Expr, shape: Sequence[tirx.Expr], form: str) 
         ``"add"``: added to the scores; ``"keep"`` and ``"drop"``: boolean, true where a score stays or goes.
     """
     value = Evaluator(graph).at(mask)
-    if not isinstance(value, Steps):
-        return "given"
+    return _read(value, shape, form, dtype(mask)) if isinstance(value, Steps) else "given"
+
+
+def kept_within(graph: Graph, mask: relax.Expr, shape: Sequence[tirx.Expr]) -> Band | None:
+    """Return the band outside of which a boolean mask is proved to keep no key, whatever it keeps inside.
+
+    Padding is hidden so: a band, and what the model is given.
+    """
+    band = _read(_at_most(Evaluator(graph), mask), shape, "keep", "bool")
+    return band if isinstance(band, Band) else None
+
+
+def _at_most(evaluator: Evaluator, expr: relax.Expr) -> Steps:
+    """Return a mask that keeps all that another keeps."""
+    every, graph = Steps((1.0,)), evaluator.graph
+    value = evaluator.at(expr)
+    if isinstance(value, Steps):
+        return value
+    name, call = graph.op(expr), graph.resolve(expr)
+    if name in ("relax.logical_and", "relax.bitwise_and"):
+        sides = [_at_most(evaluator, side) for side in call.args]
+        return combine(lambda a, b: float(bool(a) and bool(b)), sides) or every
+    if name in ("relax.broadcast_to", "relax.expand_dims"):
+        seen = evaluator.view(call, name, _at_most(evaluator, call.args[0]))
+        return seen if isinstance(seen, Steps) else every
+    return every
+
+
+def _read(value: Steps, shape: Sequence[tirx.Expr], form: str, kind: str) -> Band | str:
+    """Return the band, ``"none"`` or ``"given"``; kind is the mask's element type."""
 
     def keeps(x: float) -> bool | None:
         if form == "add":
-            return True if x == 0 else False if is_minus_infinity(x, dtype(mask)) else None
+            return True if x == 0 else False if is_minus_infinity(x, kind) else None
         return bool(x) == (form == "keep")
 
     if not value.lines:

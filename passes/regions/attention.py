@@ -85,10 +85,10 @@ class _Reader(Layouts):
     def _band(self) -> tuple[Extent | None, int | None]:
         """Return what is added to a query's index for the last key it sees, and how many keys it sees.
 
-        Where the mask is proved to be such a band and nothing can undo it.
+        Where the mask is proved to be such a band, or to hide what is outside of it, and nothing can undo it.
         """
         kind, fill = str(self.facts["mask"]), str(self.facts["fill"])
-        if kind not in ("causal", "causal+offset", "window"):
+        if kind not in ("causal", "causal+offset", "window") and not self.facts.get("bounded"):
             return None, None
         # Minus 1e9 in place of a score hides it from every other, unless a bias hides those, too.
         if self.facts["biased"] and self.facts["masked"] and (not fill or float(fill) != -math.inf):
@@ -96,7 +96,7 @@ class _Reader(Layouts):
         offset = str(self.facts["offset"])
         return (
             self.keys - self.queries if offset == "keys-queries" else int(offset),
-            int(str(self.facts["window"])) if kind == "window" else None,
+            int(str(self.facts["window"])) if "window" in self.facts else None,
         )
 
     # All ---------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class _Reader(Layouts):
         (causal, window), kind = self._band(), str(self.facts["mask"])
         mask, bias = self.added("mask"), self.added("bias")
         stops = {"mask": mask, "bias": bias}
-        if kind == "none" or causal is not None:
+        if kind == "none" or (causal is not None and kind != "given"):
             mask = None
         form, fill = str(self.facts["mask_form"]), str(self.facts["fill"])
         places = [q, *k, *v, *(p for p in (mask, bias) if p is not None)]

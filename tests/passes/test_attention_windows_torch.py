@@ -42,8 +42,9 @@ def decoder(name):
             super().__init__()
             self.model = model
 
-        def forward(self, embeddings):
-            return self.model(inputs_embeds=embeddings, use_cache=False).logits
+        def forward(self, embeddings, *real):
+            (mask,) = real or (None,)
+            return self.model(inputs_embeds=embeddings, attention_mask=mask, use_cache=False).logits
 
     return Decoder()
 
@@ -67,3 +68,20 @@ def test_windows_of_decoders(name, dynamic):
             want = built(inputs).numpy()
         (got,) = run_module(out, "main", [inputs.numpy(), *model.entry_params("main")])
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_a_window_over_padding():
+    """A mask of real tokens is read, within the window only."""
+    import torch
+
+    built, x, real = decoder("Mistral"), torch.randn(2, 12, 32), torch.ones(2, 12, dtype=torch.long)
+    real[1, 9:] = 0
+    model = from_torch(built, (x, real))
+    out = CanonicalizeTransformer()(model.mod)
+    found = [composite_attrs(f) for _, f in out.functions_items() if composite_name(f) == "crossloom.attention"]
+    assert [(f["mask"], f.get("bounded"), f.get("window")) for f in found] == [("given", True, 4)]
+    out = LowerFusedAttention(get_target("host").tvm_target())(FuseAttention()(out))
+    with torch.no_grad():
+        want = built(x, real).numpy()
+    (got,) = run_module(out, "main", [x.numpy(), real.numpy(), *model.entry_params("main")])
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
