@@ -148,9 +148,8 @@ def pass_seconds() -> dict[str, dict[int, float]]:
 def shortfalls(rows: Sequence[ModelRow], seconds: Mapping[str, Mapping[int, float]]) -> list[str]:
     """Return what falls short of the figures asked, but for speed."""
     out = [f"{row.name}: {row.missing}" for row in rows if row.missing]
-    for row in rows:
-        if row.left_inside > TRAFFIC:
-            out.append(f"{row.name}: {row.left_inside:.0%} of the traffic inside is left, asked {TRAFFIC:.0%}")
+    for model in (row for row in rows if row.left_inside > TRAFFIC):
+        out.append(f"{model.name}: {model.left_inside:.0%} of the traffic inside is left, asked {TRAFFIC:.0%}")
     for entry in (e for row in rows for e in row.entries):
         where = f"{entry.model}, {entry.entry}"
         for layer in entry.layers:

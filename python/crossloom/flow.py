@@ -78,6 +78,8 @@ CPU: tuple[str, ...] = (
     "lower-fused-append",
     # Composites nobody claimed become plain operators again: before anything that walks operators.
     "inline-composites",
+    # What the kernels' weights are put in order by, where they are constants: before it becomes kernels of its own.
+    "fold-constants",
     # Before legalization, which fixes the accumulator's dtype.
     "accumulate-matmul-fp32",
     # Operators to TIR, then fusion of what is next to each other: TVM's CPU default leaves this out.

@@ -7,7 +7,7 @@
 Fires for permute_dims, reshape, astype, expand_dims, squeeze, concat, takes of constant indices, elementwise sums,
 products, quotients and square roots, sums over axes, and matrix products that are no larger than their factors, whose
 operands are weights, constants or folded themselves.
-Never for a value that is only a constant (TVM's FoldConstant does those) or one with a symbolic shape.
+Never for a value that is only a constant (fold-constants does those) or one with a symbolic shape.
 Numerics: exact, numpy computing in the values' own dtype; sums are made in float64 and rounded once.
 
 It works on a :class:`crossloom.model.Model`, since it changes weights; the driver runs it after
@@ -18,105 +18,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-import ml_dtypes
 import numpy as np
-from tvm import ir, relax, tirx
+from tvm import ir, relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from .known_values import evaluate
 from .model import Entry, Model
 from .rewrite import Graph
-from .verdict import accept, record, refuse
-
-#: TVM exports no name for the class of constants.
-_CONSTANT = type(relax.const(0.0))
-
-
-def _dtype(name: str) -> Any:
-    return ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
-
-
-def _static(ty: relax.Type) -> tuple[int, ...] | None:
-    if not isinstance(ty, relax.TensorType) or ty.shape is None:
-        return None
-    dims = list(ty.shape)
-    return tuple(int(d) for d in dims) if all(isinstance(d, tirx.IntImm) for d in dims) else None
-
-
-def _permute(call: relax.Call, x: np.ndarray, *rest: np.ndarray) -> np.ndarray:
-    axes = call.attrs.axes
-    return np.transpose(x, None if axes is None else [int(a) for a in axes])
-
-
-def _take(call: relax.Call, x: np.ndarray, indices: np.ndarray) -> np.ndarray | None:
-    axis = None if call.attrs.axis is None else int(call.attrs.axis)
-    extent = x.size if axis is None else x.shape[axis]
-    # What an index outside gives depends on the operator's mode: that stays in the graph.
-    inside = indices.size == 0 or (indices.min() >= 0 and indices.max() < extent)
-    return np.take(x, indices, axis=axis) if inside else None
-
-
-def _concat(call: relax.Call, *parts: np.ndarray) -> np.ndarray:
-    axis = call.attrs.axis
-    return np.concatenate(parts, axis=None if axis is None else int(axis))
-
-
-def _divide(call: relax.Call, x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
-    with np.errstate(all="ignore"):
-        # Quotients of integers are rounded by the operator's own rule.
-        return x / y if "float" in str(x.dtype) else None
-
-
-def _of_floats(compute: Callable[[np.ndarray], np.ndarray]) -> Callable[..., np.ndarray | None]:
-    def run(call: relax.Call, x: np.ndarray) -> np.ndarray | None:
-        with np.errstate(all="ignore"):
-            return compute(x) if "float" in str(x.dtype) else None
-
-    return run
-
-
-def _sum(call: relax.Call, x: np.ndarray) -> np.ndarray | None:
-    axes = None if call.attrs.axis is None else tuple(int(a) for a in call.attrs.axis)
-    return np.sum(x.astype("float64"), axis=axes) if "float" in str(x.dtype) else None
-
-
-def _matmul(call: relax.Call, x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
-    # A product that is larger than its factors (low-rank weights) is not worth storing.
-    floats = "float" in str(x.dtype) and "float" in str(y.dtype)
-    if not floats or not {x.ndim, y.ndim} <= {1, 2}:
-        return None
-    rows, columns = x.shape[0] if x.ndim == 2 else 1, y.shape[1] if y.ndim == 2 else 1
-    if rows * columns > x.size + y.size:
-        return None
-    return np.matmul(x.astype("float64"), y.astype("float64"))
-
-
-#: Operators whose other operands may be constants of the graph.
-_WITH_CONSTANTS = frozenset(
-    {"relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.take", "relax.concat", "relax.matmul"}
-)
-#: Operator -> numpy on the operands' values; the result is reshaped and cast to the call's own type.
-_COMPUTE: dict[str, Callable[..., np.ndarray | None]] = {
-    "relax.permute_dims": _permute,
-    "relax.reshape": lambda call, x, *rest: x,
-    "relax.expand_dims": lambda call, x, *rest: x,
-    "relax.squeeze": lambda call, x, *rest: x,
-    "relax.astype": lambda call, x: x,
-    "relax.add": lambda call, x, y: x + y,
-    "relax.subtract": lambda call, x, y: x - y,
-    "relax.multiply": lambda call, x, y: x * y,
-    "relax.divide": _divide,
-    "relax.negative": lambda call, x: -x,
-    "relax.sqrt": _of_floats(np.sqrt),
-    "relax.rsqrt": _of_floats(lambda x: 1 / np.sqrt(x)),
-    "relax.sum": _sum,
-    "relax.take": _take,
-    "relax.matmul": _matmul,
-    "relax.concat": _concat,
-}
+from .verdict import accept, record
 
 
 @mutator
@@ -136,39 +47,6 @@ class _Replace(PyExprMutator):
 
     def visit_dataflow_var_(self, var: relax.DataflowVar) -> relax.Expr:
         return self.folded[var] if var in self.folded else super().visit_dataflow_var_(var)
-
-
-def _evaluate(graph: Graph, values: dict[relax.Var, np.ndarray]) -> dict[relax.Var, np.ndarray]:
-    """Return the values of bindings that depend on weights alone (views where numpy can)."""
-    out: dict[relax.Var, np.ndarray] = {}
-    for var in graph.order:
-        compute = _COMPUTE.get(graph.op(var))
-        call = graph.value[var]
-        if compute is None or not isinstance(call, relax.Call):
-            continue
-        operands: list[np.ndarray] = []
-        weighty = False
-        for arg in (f for a in call.args for f in (a.fields if isinstance(a, relax.Tuple) else (a,))):
-            while isinstance(arg, relax.Var) and isinstance(graph.value.get(arg), relax.Var):
-                arg = graph.value[arg]  # another name of it
-            if isinstance(arg, relax.Var) and (arg in values or arg in out):
-                operands.append(out[arg] if arg in out else values[arg])
-                weighty = True
-            elif isinstance(arg, _CONSTANT) and graph.op(var) in _WITH_CONSTANTS:
-                operands.append(arg.value.numpy())
-            elif not isinstance(arg, relax.ShapeExpr):
-                break
-        else:
-            shape = _static(var.ty)
-            if not weighty:
-                continue
-            if shape is None:
-                record(refuse("symbolic-shape", var.name).at("fold-weights", graph.name, var.name))
-                continue
-            value = compute(call, *operands)
-            if value is not None:
-                out[var] = value.astype(_dtype(str(var.ty.dtype)), copy=False).reshape(shape)
-    return out
 
 
 def fold_weights(model: Model) -> Model:
@@ -196,7 +74,7 @@ def fold_weights(model: Model) -> Model:
         count = len(entry.inputs)
         inputs, weights = list(func.params[:count]), list(func.params[count:])
         graph = Graph(gvar.name_hint, func, model.mod)
-        folded = _evaluate(graph, {v: model.params[k] for v, k in zip(weights, entry.weights)})
+        folded = evaluate(graph, {v: model.params[k] for v, k in zip(weights, entry.weights)})
         # Only what something unfolded reads has to be stored.
         roots = [v for v in folded if v in graph.escapes or any(u not in folded for u in graph.users.get(v, ()))]
         new_vars: dict[relax.Var, relax.Var] = {}

@@ -61,6 +61,7 @@ BUILTINS = (
     "crossloom.passes.lower_fused_attention",
     "crossloom.passes.lower_fused_append",
     "crossloom.passes.inline_composites",
+    "crossloom.passes.fold_constants",
     "crossloom.passes.accumulate_matmul_fp32",
     "crossloom.passes.legalize_ops",
     "crossloom.passes.schedule_cpu",

@@ -1,0 +1,80 @@
+"""Compute what depends on constants alone, without compiling kernels for it.
+
+    wt = R.permute_dims(R.reshape(R.const(w), ...))     # weights in the order of a kernel
+    y  = R.call_tir(kernel, (x, wt), ...)
+->  y  = R.call_tir(kernel, (x, R.const(w_in_order)), ...)
+
+Fires for operators that move values and for arithmetic (see :mod:`crossloom.known_values`) on constants; what is left
+is TVM's FoldConstant's, which compiles a kernel for every fold and runs it.
+Never for values of symbolic shape, nor where an operand is a parameter (those of a model are folded with it).
+
+Numerics: exact (sums are made in float64 and rounded once).  Linear in the module's size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import tvm
+from tvm import ir, relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from crossloom.known_values import evaluate
+from crossloom.numerics import EXACT
+from crossloom.registry import PassInfo
+from crossloom.rewrite.driver import graphs_of
+from crossloom.verdict import accept, record
+
+_NAME = "fold-constants"
+
+
+@mutator
+class _Folder(PyExprMutator):
+    """Puts constants in the places of bindings."""
+
+    def __init__(self, mod: ir.IRModule) -> None:
+        super().__init__(mod)
+        self.constants: dict[relax.Var, relax.Expr] = {}
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        if binding.var not in self.constants:
+            super().visit_var_binding_(binding)
+
+    def visit_var_(self, var: relax.Var) -> relax.Expr:
+        return self.constants[var] if var in self.constants else super().visit_var_(var)
+
+    def visit_dataflow_var_(self, var: relax.DataflowVar) -> relax.Expr:
+        return self.constants[var] if var in self.constants else super().visit_dataflow_var_(var)
+
+
+def FoldConstants() -> tvm.transform.Pass:
+    """Return the pass; see the module's docstring."""
+
+    @tvm.transform.module_pass(opt_level=0, name=_NAME)
+    def run(mod: ir.IRModule, ctx: tvm.transform.PassContext) -> ir.IRModule:
+        folder = _Folder(mod)
+        changed = False
+        for gvar, graph in graphs_of(mod):
+            folded = {v: array for v, array in evaluate(graph, {}, _NAME, constants=True).items() if v in graph.block}
+            # What only other folds read needs no constant of its own.
+            read = {v for v in folded if v in graph.escapes or any(u not in folded for u in graph.users.get(v, ()))}
+            if not folded:
+                continue
+            folder.constants = {v: _constant(array, v) if v in read else v for v, array in folded.items()}
+            for var in read:
+                record(accept(bytes_saved=folded[var].nbytes).at(_NAME, graph.name, var.name, _NAME))
+            folder.builder_.update_func(gvar, folder.visit_expr(graph.func))
+            changed = True
+        if not changed:
+            return mod
+        out = folder.builder_.get()
+        relax.analysis.well_formed(out)
+        return out.with_attrs(mod.attrs) if mod.attrs else out
+
+    return run
+
+
+def _constant(array: np.ndarray, var: relax.Var) -> relax.Expr:
+    return relax.const(np.asarray(array, order="C"), str(var.ty.dtype))
+
+
+PASS = PassInfo(_NAME, FoldConstants, "lower", EXACT, doc="Arithmetic and moves of constants, done at once.")

@@ -1,0 +1,150 @@
+"""Fold-time arithmetic: what graph operators give on values that are known, by numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from tvm import relax, tirx
+
+from .rewrite import Graph
+from .verdict import record, refuse
+
+#: TVM exports no name for the class of constants.
+_CONSTANT = type(relax.const(0.0))
+
+
+def _dtype(name: str) -> Any:
+    return ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
+
+
+def _static(ty: relax.Type) -> tuple[int, ...] | None:
+    if not isinstance(ty, relax.TensorType) or ty.shape is None:
+        return None
+    dims = list(ty.shape)
+    return tuple(int(d) for d in dims) if all(isinstance(d, tirx.IntImm) for d in dims) else None
+
+
+def _permute(call: relax.Call, x: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+    axes = call.attrs.axes
+    return np.transpose(x, None if axes is None else [int(a) for a in axes])
+
+
+def _take(call: relax.Call, x: np.ndarray, indices: np.ndarray) -> np.ndarray | None:
+    axis = None if call.attrs.axis is None else int(call.attrs.axis)
+    extent = x.size if axis is None else x.shape[axis]
+    # What an index outside gives depends on the operator's mode: that stays in the graph.
+    inside = indices.size == 0 or (indices.min() >= 0 and indices.max() < extent)
+    return np.take(x, indices, axis=axis) if inside else None
+
+
+def _concat(call: relax.Call, *parts: np.ndarray) -> np.ndarray:
+    axis = call.attrs.axis
+    return np.concatenate(parts, axis=None if axis is None else int(axis))
+
+
+def _divide(call: relax.Call, x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
+    with np.errstate(all="ignore"):
+        # Quotients of integers are rounded by the operator's own rule.
+        return x / y if "float" in str(x.dtype) else None
+
+
+def _of_floats(compute: Callable[[np.ndarray], np.ndarray]) -> Callable[..., np.ndarray | None]:
+    def run(call: relax.Call, x: np.ndarray) -> np.ndarray | None:
+        with np.errstate(all="ignore"):
+            return compute(x) if "float" in str(x.dtype) else None
+
+    return run
+
+
+def _sum(call: relax.Call, x: np.ndarray) -> np.ndarray | None:
+    axes = None if call.attrs.axis is None else tuple(int(a) for a in call.attrs.axis)
+    return np.sum(x.astype("float64"), axis=axes) if "float" in str(x.dtype) else None
+
+
+def _matmul(call: relax.Call, x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
+    # A product that is larger than its factors (low-rank weights) is not worth storing.
+    floats = "float" in str(x.dtype) and "float" in str(y.dtype)
+    if not floats or not {x.ndim, y.ndim} <= {1, 2}:
+        return None
+    rows, columns = x.shape[0] if x.ndim == 2 else 1, y.shape[1] if y.ndim == 2 else 1
+    if rows * columns > x.size + y.size:
+        return None
+    return np.matmul(x.astype("float64"), y.astype("float64"))
+
+
+#: Operators whose other operands may be constants of the graph.
+_WITH_CONSTANTS = frozenset(
+    {"relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.take", "relax.concat", "relax.matmul"}
+)
+#: Operator -> numpy on the operands' values; the result is reshaped and cast to the call's own type.
+_COMPUTE: dict[str, Callable[..., np.ndarray | None]] = {
+    "relax.permute_dims": _permute,
+    "relax.reshape": lambda call, x, *rest: x,
+    "relax.expand_dims": lambda call, x, *rest: x,
+    "relax.squeeze": lambda call, x, *rest: x,
+    "relax.astype": lambda call, x: x,
+    "relax.add": lambda call, x, y: x + y,
+    "relax.subtract": lambda call, x, y: x - y,
+    "relax.multiply": lambda call, x, y: x * y,
+    "relax.divide": _divide,
+    "relax.negative": lambda call, x: -x,
+    "relax.sqrt": _of_floats(np.sqrt),
+    "relax.rsqrt": _of_floats(lambda x: 1 / np.sqrt(x)),
+    "relax.sum": _sum,
+    "relax.take": _take,
+    "relax.matmul": _matmul,
+    "relax.concat": _concat,
+}
+
+
+def evaluate(
+    graph: Graph, values: Mapping[relax.Var, np.ndarray], pass_name: str = "", constants: bool = False
+) -> dict[relax.Var, np.ndarray]:
+    """Return the values of bindings that depend on known values alone (views where numpy can).
+
+    Parameters
+    ----------
+    graph : Graph
+    values : mapping of relax.Var to np.ndarray
+        Of parameters.
+    pass_name : str
+        Under which a binding of symbolic shape is refused.
+    constants : bool
+        Whether bindings of constants alone are among them.
+
+    Notes
+    -----
+    Exact: numpy computes in the values' own dtype; sums are made in float64 and rounded once.
+    """
+    out: dict[relax.Var, np.ndarray] = {}
+    for var in graph.order:
+        compute = _COMPUTE.get(graph.op(var))
+        call = graph.value[var]
+        if compute is None or not isinstance(call, relax.Call):
+            continue
+        operands: list[np.ndarray] = []
+        known = constants
+        for arg in (f for a in call.args for f in (a.fields if isinstance(a, relax.Tuple) else (a,))):
+            while isinstance(arg, relax.Var) and isinstance(graph.value.get(arg), (relax.Var, _CONSTANT)):
+                arg = graph.value[arg]  # another name of it
+            if isinstance(arg, relax.Var) and (arg in values or arg in out):
+                operands.append(out[arg] if arg in out else values[arg])
+                known = True
+            elif isinstance(arg, _CONSTANT) and (constants or graph.op(var) in _WITH_CONSTANTS):
+                operands.append(arg.value.numpy())
+            elif not isinstance(arg, relax.ShapeExpr):
+                break
+        else:
+            if not known or not operands:
+                continue
+            shape = _static(var.ty)
+            if shape is None:
+                record(refuse("symbolic-shape", var.name).at("fold-weights", graph.name, var.name, pass_name))
+                continue
+            value = compute(call, *operands)
+            if value is not None:
+                out[var] = value.astype(_dtype(str(var.ty.dtype)), copy=False).reshape(shape)
+    return out
