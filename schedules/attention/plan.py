@@ -30,13 +30,13 @@ class Plan:
     ----------
     mode : str
         ``tiles``: the lanes of a register are rows (a query of one head each), for many; ``rows``: they are elements
-        of a head, for few.
+        of a head, or keys where these are neighbours in memory, for few.
     lanes : int
         Of a register.
     width : int
-        Rows of a tile; in mode ``rows`` all of them.
+        Rows of a tile; in mode ``rows`` those that are done together.
     height : int
-        Keys whose scores are summed at once.
+        Keys whose scores are summed at once; registers of them where lanes are keys.
     depth : int
         Elements of a value that are summed at once; in mode ``rows`` a multiple of ``lanes``.
     block : int

@@ -1,4 +1,7 @@
-"""Attention of a few queries: registers hold elements of a head, keys and values are read once and as they lie."""
+"""Attention of a few queries: registers hold elements of a head, or keys, whichever are neighbours in memory.
+
+Keys and values are read once for the rows that share them, and as they lie.
+"""
 
 from __future__ import annotations
 

@@ -222,6 +222,16 @@ def test_both_shapes_of_work_at_a_decoders_sizes(queries, machine):
     assert plan(spec, machine).mode == ("rows" if queries == 1 else "tiles")
 
 
+@pytest.mark.parametrize("keys", [(5,), (64,), (131, 3)])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_one_query_and_a_cache_that_is_handed_over_transposed(keys, groups, dtype):
+    """Registers of keys, and what fills none: few keys, the end of a block, an element of a value alone."""
+    problem = Problem(1, 2, groups, 1, keys, 16, 13, dtype, ("bhsd", "bhds", "bhds", "bhsd"))
+    spec = check(problem)
+    assert plan(spec, AVX2).mode == "rows"
+
+
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("keys", [(0,), (0, 0), (0, 3), (3, 0)])
 def test_parts_without_keys(queries, keys):
