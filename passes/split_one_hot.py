@@ -4,8 +4,8 @@
 ->  y = R.add(linear(features, w[:k], b), embedding(w[k:], ids))
 
 Fires for any number of values beside one lot of one-hot integers or several, in any order, and for one-hot integers
-alone; spelled as an operator, or as a comparison with 0, 1, 2 ..., cast to floats.  An integer that is no class gives
-a row of zeros.
+alone; spelled as an operator, or as a comparison with 0, 1, 2 ..., cast to floats or choosing between 1 and 0 (ONNX's
+OneHot).  An integer that is no class gives a row of zeros.
 Never for other values than 1 and 0, nor along another axis than the last.
 
 Numerics: reassociates (sums without the products with zero).
@@ -23,7 +23,7 @@ from crossloom.rewrite import Graph, Match, Rule, Site, outline
 from crossloom.verdict import Verdict, accept, refuse
 
 from .fold_linear_chain import layer_of
-from .matching.spelling import dims, dtype, either, fields_of, interior, is_constant, sizes
+from .matching.spelling import dims, dtype, either, fields_of, interior, is_constant, scalar, sizes
 from .regions.composites import linear
 
 _LINEAR = "crossloom.linear"
@@ -52,6 +52,9 @@ def _classes(graph: Graph, expr: relax.Expr) -> tuple[relax.Expr, int] | Verdict
             return refuse("one-hot-of-other-values", getattr(expr, "name", ""))
         return call.args[0], int(call.attrs.depth)
     compared = graph.call(inner, "relax.equal")
+    chosen = graph.call(inner, "relax.where")
+    if chosen is not None and (scalar(graph, chosen.args[1]), scalar(graph, chosen.args[2])) == (1.0, 0.0):
+        inner, compared = chosen.args[0], graph.call(chosen.args[0], "relax.equal")
     for ids, classes in either(compared) if compared is not None and inner is not expr else ():
         count = _counts_up(graph, classes)
         spread = graph.call(ids, "relax.expand_dims", "relax.reshape")

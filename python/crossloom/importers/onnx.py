@@ -19,6 +19,7 @@ from crossloom.importers.onnx_bounds import narrowed
 from crossloom.importers.onnx_branches import flatten_branches
 from crossloom.importers.onnx_load import WEIGHT_TYPES, WIDENED, has_nan, load, read_tensor
 from crossloom.importers.onnx_quantized import fold_dequantize, fold_matmul_nbits
+from crossloom.importers.onnx_scatter import masked_scatters
 from crossloom.importers.onnx_shapes import input_types
 from crossloom.importers.onnx_tables import tables
 from crossloom.importers.signature import dimension
@@ -135,6 +136,7 @@ def _split(
             nodes += _linear(node, name + ".dequantized")
         else:
             tensors[node.output[0]] = folded
+    nodes = masked_scatters(nodes, [o.name for o in graph.output], tensors)
     for node in nodes:
         _clamp_slice(node, tensors)
     _mark_four_bit(graph, nodes)

@@ -29,6 +29,7 @@ from crossloom.importers.onnx_gather import GATHERS
 from crossloom.importers.onnx_pool import POOLS
 from crossloom.importers.onnx_reduce import REDUCTIONS
 from crossloom.importers.onnx_resize import RESIZES
+from crossloom.importers.onnx_scatter import SCATTERS
 from crossloom.importers.onnx_symbolic import ShapeMath, Value
 
 CONVERTERS: dict[tuple[str, str], Converter] = {
@@ -40,6 +41,7 @@ CONVERTERS: dict[tuple[str, str], Converter] = {
     **POOLS,
     **REDUCTIONS,
     **ELEMENTWISE,
+    **SCATTERS,
 }
 _FROM_TVM_MICROSOFT = ("FastGelu", "BiasGelu", "Gelu", "Attention", "EmbedLayerNormalization")
 #: TVM's converter table holds com.microsoft names too; these are not the standard's operator of that name.

@@ -106,7 +106,12 @@ def one_hot(c: Call) -> list[Any]:
     lanes = c.emit(
         op.reshape(c.emit(op.arange(0, depth, 1, "int64")), [depth if i == axis else 1 for i in range(rank)])
     )
-    pair = [c.emit(op.reshape(c.emit(op.strided_slice(values, [0], [i], [i + 1])), [])) for i in range(2)]
+    pair: list[Any]
+    if c.arrays[2] is not None:
+        # Known values tell passes what stands for a class.
+        pair = [relax.const(value, dtype_of(values)) for value in c.arrays[2].reshape(-1)]
+    else:
+        pair = [c.emit(op.reshape(c.emit(op.strided_slice(values, [0], [i], [i + 1])), [])) for i in range(2)]
     return [c.emit(op.where(c.emit(op.equal(at, lanes)), pair[1], pair[0]))]
 
 
