@@ -20,7 +20,7 @@ from tvm.script.ir_builder import tirx as T
 
 from .elementary import vectorizable_math
 from .fused_linear import Plan, Spec, plan
-from .fused_linear.kernel import Layer, ceildiv
+from .fused_linear.kernel import Layer
 from .fused_linear.operands import Expr, Frame, Operands, count
 from .fused_linear.plan import rows_of
 from .fused_linear.results import Results
@@ -129,12 +129,21 @@ def _over_chunks(rows: int | Expr, cuts: Cut, emit: Callable[[int | Expr, int | 
     if cuts.chunks == 1:
         emit(0, rows)
         return
-    # Of a fixed size: what TVM finds out of a buffer takes four times as long where steps are symbolic.
     chunk = cuts.chunk
-    with T.serial(-(-rows // chunk) if isinstance(rows, int) else ceildiv(rows, chunk)) as at:
-        base = T.bind(at * chunk)
-        even = isinstance(rows, int) and rows % chunk == 0
-        emit(base, chunk if even else T.bind(tirx.min(rows - base, chunk)))
+    if isinstance(rows, int):
+        with T.serial(-(-rows // chunk)) as at:
+            base = T.bind(at * chunk)
+            emit(base, T.bind(tirx.min(rows - base, chunk)) if rows % chunk else chunk)
+        return
+    # The bounds are loaded: of expressions that it sees through, TVM takes ten times as long to find out what is read.
+    bounds = T.alloc_buffer((2,), "int64", scope="local", layout=None)
+    tiles, pieces = (T.bind(tirx.floordiv(rows + (n - 1), n)) for n in (cuts.step, chunk))
+    with T.serial(pieces) as at:
+        for i in range(2):
+            end = tirx.floordiv(tiles * (at + i), pieces) * cuts.step
+            T.buffer_store(bounds, tirx.min(end, rows).astype("int64"), [i])
+        base = T.bind(bounds[0])
+        emit(base, T.bind(bounds[1] - base))
 
 
 @lru_cache(maxsize=256)
