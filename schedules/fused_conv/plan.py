@@ -37,6 +37,8 @@ _FAIR_PIECES = 16
 _LEAST_OUTPUTS = 32
 #: Bytes of a cache line, and of a stride at which lines of a first-level cache drive each other out.
 _LINE, _CLASH = 64, 1024
+#: Channels whose lines stay in a cache although they clash.
+_FEW_CHANNELS = 4
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,9 @@ def plan(spec: Spec, machine: Machine) -> Plan:
     phases = math.prod(geometry.phases)
     line = inner * phases * math.prod(r + 1 for r in geometry.reach[:-2]) * item
     line *= 1 if flat else _static(width) + geometry.reach[-1]
-    stretch = _stretch(_static(long), unit, _SLAB_BYTES // line, -(-pieces // (before * spec.groups)))
+    stretch = _stretch(
+        _static(long), unit, _SLAB_BYTES // line, -(-pieces // (before * spec.groups)), lanes if flat else tall
+    )
     stretches = -(-long // stretch) if isinstance(long, int) else None
     have = before * (-(-_static(long) // stretch))
     apiece = max(
@@ -172,12 +176,17 @@ def plan(spec: Spec, machine: Machine) -> Plan:
     under = math.prod(spec.kernel[:-1]) * geometry.phases[-1] * tall * (vectors * lanes * item + _LINE)
     piece = line // inner * (stretch + geometry.reach[0 if flat else -2])
     depth = _TILE_BYTES // piece
-    far = share * block * inner * taps * item > _WEIGHT_BYTES
+    weights = block * inner * taps * item
+    far = share * weights > _WEIGHT_BYTES
     first = far and inner * under > _TILE_BYTES and depth >= min(inner, _LEAST_DEPTH)
+    if far and not first and parallel:
+        # Fewer channels a piece, whose weights stay in the cache from one stretch to the next.
+        share = max(-(-_LEAST_OUTPUTS // block), min(share, _WEIGHT_BYTES // weights))
+        share = -(-blocks // -(-blocks // share))
     depth = max(1, min(inner, depth if first else _TILE_BYTES // under))
     depth = -(-inner // -(-inner // depth))
     direct = flat and spec.is_pointwise and spec.dtype == spec.sum_dtype and isinstance(width, int)
-    direct = direct and stretch >= vectors * lanes and width * item % _CLASH != 0
+    direct = direct and stretch >= vectors * lanes and (inner <= _FEW_CHANNELS or width * item % _CLASH != 0)
     return Plan(
         block,
         blocks,
@@ -195,8 +204,11 @@ def plan(spec: Spec, machine: Machine) -> Plan:
     )
 
 
-def _stretch(extent: int, unit: int, most: int, pieces: int) -> int:
-    """Return how long stretches are: whole tiles, in the cache, and as many as are asked where they are long enough."""
-    most = max(unit, most // unit * unit)
-    stretches = max(1, -(-extent // most), min(pieces, extent // (4 * unit)))
-    return max(1, min(-(-extent // stretches // unit) * unit, extent))
+def _stretch(extent: int, unit: int, most: int, pieces: int, whole: int) -> int:
+    """Return how long stretches are: in the cache, and as many as are asked where they are long enough.
+
+    ``unit`` is the extent of a tile, ``whole`` what its parts are multiples of.
+    """
+    # Half as much again is better than two stretches that are not full.
+    stretches = max(1, round(extent / max(unit, most)), min(pieces, extent // (4 * unit)))
+    return max(1, min(-(-extent // stretches // whole) * whole, extent))

@@ -186,6 +186,19 @@ def test_refused_on_a_target_without_vectors():
     assert after.same_as(before) and {v.code for v in ledger.refused} == {"no-vectors"}
 
 
+@pytest.mark.parametrize(("size", "groups", "fires"), [(2, 1, False), (3, 1, True), (5, 4, False), (6, 4, True)])
+def test_refused_few_places(size, groups, fires):
+    """Less than a register of places, four for a channel by itself: 8 and 32 floats where vectors are of 32 bytes."""
+
+    def build(emit, x, w):
+        return emit(op.nn.conv2d(x, w, padding=1, groups=groups))
+
+    target = tvm.target.Target({"kind": "llvm", "mcpu": "haswell"})
+    shapes = [(N, 4, size, size), (4, 4 // groups, 3, 3)]
+    _, ledger = fused(module(build, shapes, ("vision",)), FuseConvEpilogue(), LowerFusedConv(target))
+    assert [v.code for v in ledger.refused] == ([] if fires else ["few-places"])
+
+
 def test_no_target_is_told():
     mod, _ = fused(module(block, SHAPES, ("vision",)), FuseConvEpilogue())
     with pytest.raises(UnsupportedTarget, match="lower-fused-conv"):
