@@ -97,6 +97,44 @@ def test_one_result_is_no_tuple_and_what_nobody_else_reads_stays_inside():
     same_results(mod, out, *data((2, 3)))
 
 
+@pytest.mark.parametrize(
+    "line, alike",
+    [
+        (lambda e, x, i: op.add(x, x), True),
+        (lambda e, x, i: op.add(e(op.multiply(x, x)), x), True),
+        (lambda e, x, i: op.add(x, relax.const(float(i))), False),
+        (lambda e, x, i: op.permute_dims(x, [1, 0]) if i else op.permute_dims(x, [0, 1]), False),
+        (lambda e, x, i: op.reshape(x, (4, 4) if i else (2, 8)), False),
+        (lambda e, x, i: op.strided_slice(x, [0], [i], [i + 2]), False),
+        (lambda e, x, i: e(op.add(x, x)) if i else e(op.multiply(x, x)), False),
+        (lambda e, x, i: op.concat([x, x] if i else [x, e(op.exp(x))], 0), False),
+    ],
+)
+def test_groups_that_say_the_same_share_a_region_and_others_do_not(line, alike):
+    """Each group is a line of its own behind a relu, at two places of a function."""
+
+    def build(e, x):
+        ends = []
+        for i in range(2):
+            first = e(op.nn.relu(x))
+            ends.append(e(line(e, first, i)))
+        return relax.Tuple(ends)
+
+    mod = function(build, [(4, 4)])
+
+    def match(graph, root):
+        members, at = [root], graph.position[root] + 1
+        while at < len(graph.order) and graph.op(graph.order[at]) not in ("relax.nn.relu", ""):
+            members.append(graph.order[at])
+            at += 1
+        return Match(graph, root, {}, frozenset(members))
+
+    out, codes = grouped(mod, GroupRule("test", frozenset({"relax.nn.relu"}), match, "crossloom.fused_test"))
+    assert codes == ["fired", "fired"]
+    assert len(regions(out)) == (1 if alike else 2)
+    same_results(mod, out, *data((4, 4)))
+
+
 def test_results_come_in_program_order_however_the_group_is_listed():
     def build(e, x):
         values = [e(op.nn.relu(x)), e(op.exp(x)), e(op.add(x, x))]

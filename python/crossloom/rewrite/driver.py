@@ -152,10 +152,7 @@ def root_name(graph: Graph, var: relax.Var) -> str:
         return ""
     if isinstance(value.op, ir.Op):
         return value.op.name
-    func = graph.callee(var)
-    if func is not None and func.attrs is not None and "Composite" in func.attrs:
-        return str(func.attrs["Composite"])
-    return ""
+    return graph.composite(value.op) if isinstance(value.op, ir.GlobalVar) else ""
 
 
 def _judge(rule: Rule, match: Match, claimed: set[relax.Var]) -> Verdict:
@@ -234,6 +231,15 @@ def _left_unused(graph: Graph, todo: dict[relax.Var, tuple[Rule, Match]]) -> set
     return dead
 
 
+def may_fire(mod: ir.IRModule, rules: Sequence[_Asks]) -> bool:
+    """Return whether a module holds what rules ask for; False only where all of them ask for composites it has not."""
+    roots = {root for rule in rules for root in rule.roots}
+    if not all(root.startswith("crossloom.") for root in roots):
+        return True
+    names = (func.attrs.get("Composite") for func in mod.functions.values() if func.attrs is not None)
+    return any(name in roots for name in names)
+
+
 def graphs_of(mod: ir.IRModule, within_composites: bool = False) -> Iterator[tuple[ir.GlobalVar, Graph]]:
     """Yield an index of every Relax function that rules may see."""
     for gvar, func in mod.functions_items():
@@ -308,6 +314,8 @@ def apply_rules(
     tvm.ir.IRModule
         The same object when nothing fired.
     """
+    if not may_fire(mod, rules):
+        return mod
     work: list[tuple[ir.GlobalVar, Graph, dict[relax.Var, tuple[Rule, Match]]]] = []
     for gvar, graph in graphs_of(mod, within_composites):
         todo = {match.root: (rule, match) for rule, match in choose(graph, rules, _judge, pass_name)}

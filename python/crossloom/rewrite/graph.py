@@ -83,6 +83,7 @@ class Graph:
         self.leaves: dict[relax.Var, tuple[relax.Expr, ...]] = {}
         # TVM makes a new Python object of every operand that is read, and comparing two of them is slow.
         self._own: dict[relax.Expr, relax.Expr] = {}
+        self._composites: dict[ir.GlobalVar, str] = {}
         self.users: dict[relax.Var, list[relax.Var]] = {}
         self.escapes: set[relax.Var] = set()
         self.scope: dict[relax.Var, int] = {}
@@ -166,6 +167,14 @@ class Graph:
             func = self.mod[call.op]
             return func if isinstance(func, relax.Function) else None
         return None
+
+    def composite(self, gvar: ir.GlobalVar) -> str:
+        """Return the composite that a function of the module is, ``""`` where it is none."""
+        if gvar not in self._composites:
+            func = self.mod.functions.get(gvar)
+            attrs = None if func is None else func.attrs
+            self._composites[gvar] = str(attrs["Composite"]) if attrs is not None and "Composite" in attrs else ""
+        return self._composites[gvar]
 
     def operands(self, expr: relax.Expr) -> dict[str, relax.Expr]:
         """Return the arguments of the call of a private function that ``expr`` is bound to, by parameter."""

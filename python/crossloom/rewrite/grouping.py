@@ -20,9 +20,10 @@ from tvm.relax.expr import _update_type
 from ..errors import InternalError
 from ..verdict import Verdict, accept, refuse
 from .composite import Attr, composite_name, fresh_params
-from .driver import Match, choose, graphs_of, weigh
+from .driver import Match, choose, graphs_of, may_fire, weigh
 from .graph import Graph, children, rebuild
 from .sizes import dimensions, in_terms_of, is_size, sizes_in, translate
+from .spelling import Spelling, spelling
 from .splice import splice
 
 #: Composites of this kind are opened when they join a larger group.
@@ -214,11 +215,21 @@ def _without_alias(func: relax.Function) -> relax.Function:
     return relax.Function(func.params, body, func.ret_ty, func.is_pure).with_attrs(func.attrs)
 
 
-def _call(builder: relax.BlockBuilder, match: Match, rule: GroupRule) -> list[relax.Binding]:
-    """Return the bindings that stand for a group: the call, and where it has several results their names."""
-    inputs = inputs_of(match)
-    region = region_of(match, rule.composite, rule.attrs(match))
-    gvar = builder.add_func(region, rule.composite.split(".")[-1])
+def _call(
+    builder: relax.BlockBuilder, match: Match, rule: GroupRule, made: dict[Spelling, ir.GlobalVar]
+) -> list[relax.Binding]:
+    """Return the bindings that stand for a group: the call, and where it has several results their names.
+
+    ``made`` are the regions of groups before; one that is spelled alike is called again.
+    """
+    inputs, attrs = inputs_of(match), rule.attrs(match)
+    spelled = spelling(match.graph, inputs, members_of(match), outputs_of(match))
+    key = None if spelled is None else (rule.composite, str(sorted(attrs.items())), spelled)
+    gvar = None if key is None else made.get(key)
+    if gvar is None:
+        gvar = builder.add_func(region_of(match, rule.composite, attrs), rule.composite.split(".")[-1])
+        if key is not None:
+            made[key] = gvar
     call = builder.normalize(relax.Call(gvar, inputs))
     outputs = outputs_of(match)
     if len(outputs) == 1:
@@ -323,6 +334,8 @@ def apply_groups(mod: ir.IRModule, rules: Sequence[GroupRule], pass_name: str = 
     tvm.ir.IRModule
         The same object when no group was formed.
     """
+    if not may_fire(mod, rules):
+        return mod
     work: list[tuple[ir.GlobalVar, Graph, dict[relax.Var, tuple[GroupRule, Match]]]] = []
     for gvar, graph in graphs_of(mod):
         order = _Order(graph)
@@ -332,9 +345,10 @@ def apply_groups(mod: ir.IRModule, rules: Sequence[GroupRule], pass_name: str = 
     if not work:
         return mod
     builder = relax.BlockBuilder(mod)
+    made: dict[Spelling, ir.GlobalVar] = {}
     for gvar, graph, groups in work:
         func = graph.func
-        body = _rebuilt(func.body, graph, groups, lambda rule, match: _call(builder, match, rule))
+        body = _rebuilt(func.body, graph, groups, lambda rule, match: _call(builder, match, rule, made))
         builder.update_func(gvar, relax.Function(func.params, body, func.ret_ty, func.is_pure).with_attrs(func.attrs))
     out = builder.get()
     return out.with_attrs(mod.attrs) if mod.attrs else out
