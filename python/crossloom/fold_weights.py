@@ -5,8 +5,8 @@
 ->  y  = R.matmul(x, w_folded)    # w_folded = w.T, stored in the model
 
 Fires for permute_dims, reshape, astype, expand_dims, squeeze, concat, takes of constant indices, elementwise sums,
-products, quotients and square roots, sums over axes, and matrix products that are no larger than their factors, whose
-operands are weights, constants or folded themselves.
+products, quotients and square roots, sums over axes, resized images, and matrix products that are no larger than their
+factors, whose operands are weights, constants or folded themselves.
 Never for a value that is only a constant (fold-constants does those) or one with a symbolic shape.
 Numerics: exact, numpy computing in the values' own dtype; sums are made in float64 and rounded once.
 

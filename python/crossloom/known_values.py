@@ -7,6 +7,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import tvm
 from tvm import relax, tirx
 
 from .rewrite import Graph
@@ -75,6 +76,17 @@ def _matmul(call: relax.Call, x: np.ndarray, y: np.ndarray) -> np.ndarray | None
     return np.matmul(x.astype("float64"), y.astype("float64"))
 
 
+def _by_tvm(call: relax.Call, *operands: np.ndarray) -> np.ndarray:
+    """Run the operator itself: numpy has none that agrees with it."""
+    params = [relax.Var(f"x{i}", arg.ty) for i, arg in enumerate(call.args[: len(operands)])]
+    builder = relax.BlockBuilder()
+    with builder.function("main", params):
+        made = relax.Call(call.op, [*params, *call.args[len(params) :]], call.attrs, call.ty_args)
+        builder.emit_func_output(builder.emit(made))
+    run = relax.VirtualMachine(tvm.compile(builder.get(), "llvm"), tvm.cpu())["main"]
+    return run(*(tvm.runtime.tensor(np.ascontiguousarray(x)) for x in operands)).numpy()
+
+
 #: Operators whose other operands may be constants of the graph.
 _WITH_CONSTANTS = frozenset(
     {"relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.take", "relax.concat", "relax.matmul"}
@@ -97,6 +109,8 @@ _COMPUTE: dict[str, Callable[..., np.ndarray | None]] = {
     "relax.take": _take,
     "relax.matmul": _matmul,
     "relax.concat": _concat,
+    # Positions of a vision tower, brought to the size of its picture.
+    "relax.image.resize2d": _by_tvm,
 }
 
 

@@ -10,6 +10,7 @@ from canonical import function
 from crossloom.fold_weights import fold_weights
 from crossloom.model import Entry, Model, TensorSpec
 from crossloom.rewrite import Graph
+from crossloom.testing import run_module
 
 op = relax.op
 
@@ -52,3 +53,14 @@ def test_sums_are_rounded_once():
     weight = np.full(4096, 1 / 3, "float16")
     got, _ = folded(lambda emit, w: emit(op.sum(w)), weight, "float16")
     assert got == np.float16(weight.astype("float64").sum())
+
+
+def test_resized_pictures_are_those_of_the_operator():
+    weight = np.random.default_rng(0).standard_normal((1, 3, 4, 5)).astype("float32")
+    resize = lambda emit, w: emit(
+        op.image.resize2d(w, (6, 7), method="cubic", coordinate_transformation_mode="half_pixel")
+    )
+    got, left = folded(resize, weight)
+    assert left == ["add"] and got.shape == (1, 3, 6, 7)
+    mod = function(resize, [weight.shape], "main")
+    np.testing.assert_allclose(got, run_module(mod, "main", [weight])[0], rtol=1e-6, atol=1e-6)
