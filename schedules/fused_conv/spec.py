@@ -13,9 +13,6 @@ from ..writing import sum_dtype
 
 Extent: TypeAlias = int | ir.Expr
 
-#: Activations of one value that take numbers: clip (lowest, highest) and leaky_relu (factor of negative values).
-WITH_NUMBERS = {"clip": 2, "leaky_relu": 1}
-
 
 @dataclass(frozen=True)
 class Step:
@@ -26,7 +23,8 @@ class Step:
     kind : str
         ``bias`` and ``factor`` (an operand with a value per output channel, added or multiplied), ``scale`` (a
         number multiplied), ``shift`` (a number added), ``residual`` (an operand of the result's shape, added), or an
-        activation of :data:`crossloom.schedules.activations.ACTIVATIONS` or :data:`WITH_NUMBERS`.
+        activation of :data:`crossloom.schedules.activations.ACTIVATIONS`, or one that takes numbers: ``clip`` (lowest,
+        highest), ``leaky_relu`` (factor of negative values).
     numbers : tuple of float
     """
 
@@ -39,9 +37,9 @@ class Step:
         return {"bias": "channels", "factor": "channels", "residual": "result"}.get(self.kind, "")  # type: ignore[return-value]
 
     @property
-    def is_activation(self) -> bool:
-        """Whether it is a function of the value alone that is no product or sum."""
-        return self.kind in ACTIVATIONS or self.kind in WITH_NUMBERS
+    def is_costly(self) -> bool:
+        """Whether it takes more than a few operations."""
+        return self.kind in ACTIVATIONS and self.kind != "relu"
 
     def apply(self, x: ir.Expr, operand: ir.Expr | None = None) -> ir.Expr:
         """Return what the step makes of a value; ``operand`` is of the value's type."""

@@ -8,6 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ..steps import CHUNK_REGISTERS
 from ..writing import cast
 from .layout import Expr, Layout, bound, ceildiv, least
 from .plan import split
@@ -56,6 +57,8 @@ class TileWriter:
         if layout.flat or layout.joined:
             self.rows, self.columns = 1, count if layout.flat else bound(count * width)
         self.start = T.bind(row)
+        # A loop over channels needs sums in memory: an index that is not a number would keep them out of registers.
+        self.in_memory = cut.block > 1 or cut.depth < layout.inner or any(step.is_costly for step in layout.spec.steps)
         # Where the piece begins in what is read.
         self.source: Extent = 0
         if cut.direct:
@@ -122,7 +125,7 @@ class TileWriter:
 
     def write(self) -> None:
         """Emit the sums, and what is done to them."""
-        cut = self.layout.cut
+        cut, lanes = self.layout.cut, self.layout.lanes
         if cut.depth >= self.layout.inner:
             if cut.blocks_first:
                 self._over_blocks(lambda _, block: self._over_tiles(lambda tile: self._whole(tile, block)))
@@ -140,25 +143,25 @@ class TileWriter:
             self._over_depth(
                 lambda channel, depth: over(lambda tile, block, at: self._part(down, at, tile, block, channel, depth))
             )
-            over(lambda tile, block, at: self._finish(lambda v, lane: down[at, v, lane], tile, block))
+            over(lambda tile, block, at: self._finish(lambda v, lane: down[at, v * lanes + lane], tile, block))
         else:
             self._over_tiles(self._in_parts)
 
     def _in_parts(self, tile: Tile) -> None:
         """Sum up one tile of all output channels, some input channels at a time."""
-        down = self._down(self.layout.cut.share)
+        down, lanes = self._down(self.layout.cut.share), self.layout.lanes
         self._over_depth(
             lambda channel, depth: self._over_blocks(lambda i, block: self._part(down, i, tile, block, channel, depth))
         )
-        self._over_blocks(lambda i, block: self._finish(lambda v, lane: down[i, v, lane], tile, block))
+        self._over_blocks(lambda i, block: self._finish(lambda v, lane: down[i, v * lanes + lane], tile, block))
 
     def _down(self, places: Extent) -> Any:
         """Return where sums are put down between stretches of the input channels, set to zero."""
         layout = self.layout
-        size = layout.cut.block * layout.cut.rows * layout.cut.vectors
-        down = T.alloc_buffer((places, size, layout.lanes), layout.sums, layout=None)
-        with T.serial(places) as i, T.serial(size) as v, T.vectorized(layout.lanes) as lane:
-            T.buffer_store(down, tirx.const(0.0, layout.sums), [i, v, lane])
+        size, lanes = layout.cut.block * layout.cut.rows * layout.cut.vectors, layout.lanes
+        down = T.alloc_buffer((places, size * lanes), layout.sums, layout=None)
+        with T.serial(places) as i, T.serial(size) as v, T.vectorized(lanes) as lane:
+            T.buffer_store(down, tirx.const(0.0, layout.sums), [i, v * lanes + lane])
         return down
 
     def _sums(self, tile: Tile) -> Any:
@@ -171,19 +174,20 @@ class TileWriter:
         sums, zero = self._sums(tile), tirx.const(0.0, layout.sums)
         each_vector(layout, tile, lambda at, lane: T.buffer_store(sums, zero, [at, lane]))
         self._add(sums, tile, block, 0, layout.inner)
-        done = sums
-        if layout.cut.block > 1:
-            # A loop over channels follows: an index that is not a number would keep the sums out of registers.
-            done = self._sums(tile)
-            each_vector(layout, tile, lambda at, lane: T.buffer_store(done, sums[at, lane], [at, lane]))
-        self._finish(lambda v, lane: done[v, lane], tile, block)
+        if not self.in_memory:
+            self._finish(lambda v, lane: sums[v, lane], tile, block)
+            return
+        lanes = layout.lanes
+        done = T.alloc_buffer((layout.cut.block * tile.count * lanes,), layout.sums, scope="local", layout=None)
+        each_vector(layout, tile, lambda at, lane: T.buffer_store(done, sums[at, lane], [at * lanes + lane]))
+        self._finish(lambda v, lane: done[v * lanes + lane], tile, block)
 
     def _part(self, down: Any, place: Expr, tile: Tile, block: Expr, channel: Expr, depth: Extent) -> None:
         """Add some input channels to sums that were put down."""
-        sums = self._sums(tile)
-        each_vector(self.layout, tile, lambda at, lane: T.buffer_store(sums, down[place, at, lane], [at, lane]))
+        layout, sums, lanes = self.layout, self._sums(tile), self.layout.lanes
+        each_vector(layout, tile, lambda v, lane: T.buffer_store(sums, down[place, v * lanes + lane], [v, lane]))
         self._add(sums, tile, block, channel, depth)
-        each_vector(self.layout, tile, lambda at, lane: T.buffer_store(down, sums[at, lane], [place, at, lane]))
+        each_vector(layout, tile, lambda v, lane: T.buffer_store(down, sums[v, lane], [place, v * lanes + lane]))
 
     def _add(self, sums: Any, tile: Tile, block: Expr, channel: Extent, depth: Extent) -> None:
         def weight(tap: Extent, channel: Extent, o: int) -> Expr:
@@ -211,9 +215,15 @@ class TileWriter:
         lanes, wide = self.layout.lanes, tile.vectors * self.layout.lanes
 
         def vectors(at: Extent, target: Expr, valid: int) -> None:
-            for v in range(-(-valid // lanes)):
-                with T.vectorized(min(lanes, valid - v * lanes)) as lane:
-                    self._store(value(at + v, lane), out, target + v * lanes + lane)
+            # Several registers at a time: a function of one value has many steps that wait for each other.
+            most = CHUNK_REGISTERS if self.in_memory else 1
+            done = 0
+            while done < valid:
+                count = min(valid - done, most * lanes)
+                count = count // lanes * lanes or count
+                with T.vectorized(count) as lane:
+                    self._store(value(at + done // lanes, lane), out, target + done + lane)
+                done += count
 
         for row in range(tile.rows):
             first, target = at + row * tile.vectors, tile.target + row * self.layout.width
