@@ -1,4 +1,4 @@
-"""Take a feed-forward block apart into the two kernels it needs: all up to the product, and the layer behind it.
+"""Take a feed-forward block apart into two parts that can grow: all up to the product, and the layer behind it.
 
     y = gated_mlp(x, gate, up, down)                       # act(x @ gate) * (x @ up) @ down
 ->  h = fused_linear(x, gate, up); y = linear(h, down)     # fused_linear: two linear layers, activation, product
@@ -6,7 +6,8 @@
 ->  h = fused_linear(x, up); y = linear(h, down)           # fused_linear: linear layer, activation
 
 Fires for ``crossloom.gated_mlp`` (SwiGLU, GeGLU, ReGLU; gate and up by themselves or packed into one weight) and
-``crossloom.mlp``, with or without biases.  Later passes put a norm into the region and a residual behind ``linear``.
+``crossloom.mlp``, with or without biases.  Later passes put a norm into the region and a residual behind
+``linear``, and at last both into one kernel (:mod:`crossloom.passes.fuse_feed_forward`).
 Never where operands or sums are of different element types, a weight is of symbolic size, or the shape of x is
 unknown: the block then stays one composite.
 
@@ -117,4 +118,4 @@ def FuseGatedMLP() -> tvm.transform.Pass:
     return rewrite_pass(_NAME, [block_rule()])
 
 
-PASS = PassInfo(_NAME, FuseGatedMLP, "fuse", REASSOCIATES, doc="Feed-forward blocks become two kernels.")
+PASS = PassInfo(_NAME, FuseGatedMLP, "fuse", REASSOCIATES, doc="Feed-forward blocks become two regions.")

@@ -5,8 +5,8 @@
 
 Fires for a rotation (1-D or 2-D, any convention of ``crossloom.rotary``, of the whole row or of heads in it) whose
 result, through views and casts, is read by linear layers and fused linear regions of one block only: plain and gated
-MLPs and what else is linear.  Views in front of it come along.  The layer behind the activation stays a kernel of its
-own: its sums run over all that the first one makes.
+MLPs and what else is linear.  Views in front of it come along.  The layer behind the activation joins later, see
+:mod:`crossloom.passes.fuse_feed_forward`.
 Never when something else reads the rotated features, which have to exist then anyway, nor for what
 :mod:`crossloom.passes.regions.linear` cannot read.
 
