@@ -54,14 +54,13 @@ def FoldConstants() -> tvm.transform.Pass:
         folder = _Folder(mod)
         changed = False
         for gvar, graph in graphs_of(mod):
-            folded = {v: array for v, array in evaluate(graph, {}, _NAME, constants=True).items() if v in graph.block}
-            # What only other folds read needs no constant of its own.
-            read = {v for v in folded if v in graph.escapes or any(u not in folded for u in graph.users.get(v, ()))}
-            if not folded:
+            known = evaluate(graph, {}, _NAME, constants=True)
+            if not known.folded:
                 continue
-            folder.constants = {v: _constant(array, v) if v in read else v for v, array in folded.items()}
-            for var in read:
-                record(accept(bytes_saved=folded[var].nbytes).at(_NAME, graph.name, var.name, _NAME))
+            folder.constants = {var: var for var in known.folded}
+            for var, value in known.values.items():
+                folder.constants[var] = _constant(value, var)
+                record(accept(bytes_saved=value.nbytes).at(_NAME, graph.name, var.name, _NAME))
             folder.builder_.update_func(gvar, folder.visit_expr(graph.func))
             changed = True
         if not changed:

@@ -62,12 +62,11 @@ def norm_folded(site: Site, region: Region, outer: Outer) -> Layers:
     for i, (weight, layout) in enumerate(layers.weights):
         if "bias" in given:
             bias, count = biases[i]
-            product = (weight, given["bias"]) if layout == "out_in" else (given["bias"], weight)
-            added = emit(relax.op.matmul(*product))
+            # No matrix product: that would be a linear layer to whoever reads the module next.
+            added = emit(relax.op.sum(_scaled(site.builder, weight, layout, given["bias"]), _inputs(layout)))
             biases[i] = (added if bias is None else emit(relax.op.add(bias, added)), count)
         if "weight" in given:
-            factor = given["weight"] if layout == "out_in" else emit(relax.op.expand_dims(given["weight"], 1))
-            weight = emit(relax.op.multiply(weight, factor))
+            weight = _scaled(site.builder, weight, layout, given["weight"])
         if norm.kind == "layer":
             weight = _centred(site.builder, weight, layout, region.spec)
         weights.append((weight, layout))
@@ -85,9 +84,21 @@ def _columns(weight: relax.Expr, layout: str) -> int:
     return int(weight.ty.shape[0 if layout == "out_in" else 1])
 
 
+def _inputs(layout: str) -> int:
+    """Return the axis of a weight that its inputs are."""
+    return 1 if layout == "out_in" else 0
+
+
+def _scaled(builder: relax.BlockBuilder, weight: relax.Expr, layout: str, factor: relax.Expr) -> relax.Expr:
+    """Return a weight whose inputs are multiplied by a factor each."""
+    if layout == "in_out":
+        factor = builder.emit(relax.op.expand_dims(factor, 1))
+    return builder.emit(relax.op.multiply(weight, factor))
+
+
 def _centred(builder: relax.BlockBuilder, weight: relax.Expr, layout: str, spec: Spec) -> relax.Expr:
     """Return a weight each column of which is less its mean."""
-    total = builder.emit(relax.op.sum(weight, 1 if layout == "out_in" else 0, keepdims=True))
+    total = builder.emit(relax.op.sum(weight, _inputs(layout), keepdims=True))
     mean = builder.emit(relax.op.multiply(total, relax.const(1.0 / spec.depth, spec.dtype)))
     return builder.emit(relax.op.subtract(weight, mean))
 

@@ -74,13 +74,12 @@ def fold_weights(model: Model) -> Model:
         count = len(entry.inputs)
         inputs, weights = list(func.params[:count]), list(func.params[count:])
         graph = Graph(gvar.name_hint, func, model.mod)
-        folded = evaluate(graph, {v: model.params[k] for v, k in zip(weights, entry.weights)})
-        # Only what something unfolded reads has to be stored.
-        roots = [v for v in folded if v in graph.escapes or any(u not in folded for u in graph.users.get(v, ()))]
+        known = evaluate(graph, {v: model.params[k] for v, k in zip(weights, entry.weights)})
+        folded = known.folded
         new_vars: dict[relax.Var, relax.Var] = {}
         names: list[str] = []
-        for var in roots:
-            array = np.asarray(folded[var], order="C")
+        for var, value in known.values.items():
+            array = np.asarray(value, order="C")
             key = (str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).digest())
             if key not in by_content:
                 by_content[key] = next(free_names)

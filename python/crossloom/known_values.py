@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -114,10 +116,26 @@ _COMPUTE: dict[str, Callable[..., np.ndarray | None]] = {
 }
 
 
+@dataclass(frozen=True)
+class Known:
+    """What is known of a function's bindings.
+
+    Attributes
+    ----------
+    folded : set of relax.Var
+        Bindings that depend on known values alone.
+    values : dict of relax.Var to np.ndarray
+        Of those that something else reads, or that are results.
+    """
+
+    folded: set[relax.Var]
+    values: dict[relax.Var, np.ndarray]
+
+
 def evaluate(
     graph: Graph, values: Mapping[relax.Var, np.ndarray], pass_name: str = "", constants: bool = False
-) -> dict[relax.Var, np.ndarray]:
-    """Return the values of bindings that depend on known values alone (views where numpy can).
+) -> Known:
+    """Compute the bindings that depend on known values alone.
 
     Parameters
     ----------
@@ -131,34 +149,52 @@ def evaluate(
 
     Notes
     -----
-    Exact: numpy computes in the values' own dtype; sums are made in float64 and rounded once.
+    Exact: numpy computes in the values' own dtype; sums are made in float64 and rounded once.  What only folded
+    bindings read is let go of behind the last of them: a layer's weights are copied step by step, not all layers'.
     """
-    out: dict[relax.Var, np.ndarray] = {}
+    folded: set[relax.Var] = set()
+    found: dict[relax.Var, np.ndarray] = {}
+    waiting: dict[relax.Var, int] = {}
+    known_here = ChainMap(found, dict(values))
     for var in graph.order:
-        compute = _COMPUTE.get(graph.op(var))
-        call = graph.value[var]
-        if compute is None or not isinstance(call, relax.Call):
-            continue
-        operands: list[np.ndarray] = []
-        known = constants
-        for arg in (f for a in call.args for f in (a.fields if isinstance(a, relax.Tuple) else (a,))):
-            while isinstance(arg, relax.Var) and isinstance(graph.value.get(arg), (relax.Var, _CONSTANT)):
-                arg = graph.value[arg]  # another name of it
-            if isinstance(arg, relax.Var) and (arg in values or arg in out):
-                operands.append(out[arg] if arg in out else values[arg])
-                known = True
-            elif isinstance(arg, _CONSTANT) and (constants or graph.op(var) in _WITH_CONSTANTS):
-                operands.append(arg.value.numpy())
-            elif not isinstance(arg, relax.ShapeExpr):
-                break
-        else:
-            if not known or not operands:
-                continue
-            shape = _static(var.ty)
-            if shape is None:
-                record(refuse("symbolic-shape", var.name).at("fold-weights", graph.name, var.name, pass_name))
-                continue
-            value = compute(call, *operands)
-            if value is not None:
-                out[var] = value.astype(_dtype(str(var.ty.dtype)), copy=False).reshape(shape)
-    return out
+        value = _value(graph, var, known_here, pass_name, constants)
+        if value is not None:
+            folded.add(var)
+            found[var] = value
+            waiting[var] = len(set(graph.users.get(var, ()))) + (var in graph.escapes)
+        read = {leaf for leaf in graph.leaves[var] if isinstance(leaf, relax.Var)}
+        for leaf in (*(read & found.keys()), *([var] if value is not None else [])):
+            # One that a binding reads which is not folded waits for good, and so does a result.
+            waiting[leaf] -= leaf is not var and value is not None
+            if not waiting[leaf]:
+                del found[leaf]
+    return Known(folded, found)
+
+
+def _value(
+    graph: Graph, var: relax.Var, values: Mapping[relax.Var, np.ndarray], pass_name: str, constants: bool
+) -> np.ndarray | None:
+    """Return the value of a binding, None where it is not known."""
+    compute, call = _COMPUTE.get(graph.op(var)), graph.value[var]
+    if compute is None or not isinstance(call, relax.Call):
+        return None
+    operands: list[np.ndarray] = []
+    known = constants
+    for arg in (f for a in call.args for f in (a.fields if isinstance(a, relax.Tuple) else (a,))):
+        while isinstance(arg, relax.Var) and isinstance(graph.value.get(arg), (relax.Var, _CONSTANT)):
+            arg = graph.value[arg]  # another name of it
+        if isinstance(arg, relax.Var) and arg in values:
+            operands.append(values[arg])
+            known = True
+        elif isinstance(arg, _CONSTANT) and (constants or graph.op(var) in _WITH_CONSTANTS):
+            operands.append(arg.value.numpy())
+        elif not isinstance(arg, relax.ShapeExpr):
+            return None
+    if not known or not operands:
+        return None
+    shape = _static(var.ty)
+    if shape is None:
+        record(refuse("symbolic-shape", var.name).at("fold-weights", graph.name, var.name, pass_name))
+        return None
+    value = compute(call, *operands)
+    return None if value is None else value.astype(_dtype(str(var.ty.dtype)), copy=False).reshape(shape)
