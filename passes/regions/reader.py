@@ -55,7 +55,8 @@ def _read(graph: Graph, callee: relax.Function) -> Reader:
             reader.read()
             known[callee] = reader
         except NoKernel as problem:
-            known[callee] = problem
+            # Anew: a traceback holds the graph, which then would never go.
+            known[callee] = NoKernel(str(problem))
     found = known[callee]
     if isinstance(found, NoKernel):
         raise NoKernel(str(found))
@@ -217,7 +218,7 @@ class Reader:
             self._advance(value, ADDED, var)
             if self.rows is None or dtype(other) != dtype(self.rows.x) or len(dims(other) or ()) > len(value.view.axes):
                 raise NoKernel(f"{var.name}: a sum with a wider value, or of another type")
-            if extents(var) != extents(inner):
+            if not same_dims(dims(var) or (), dims(inner) or (None,)):
                 raise NoKernel(f"{var.name}: a sum with a wider value")
             return replace(value, step=ADDED, residual=(other, follows(other, value.view.axes)))
         raise NoKernel(f"{var.name}: a sum of two values made in the region")

@@ -10,7 +10,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from canonical import data, module
-from crossloom.numerics import REASSOCIATES
+from crossloom.numerics import REASSOCIATES, worst_error
 from crossloom.passes.canonicalize_transformer import CanonicalizeTransformer
 from crossloom.passes.fuse_linear_epilogue import FuseLinearEpilogue
 from crossloom.passes.lower_fused_linear import LowerFusedLinear
@@ -150,6 +150,23 @@ def test_refused_a_sum_that_widens():
 
 def _silu(x):
     return x / (1 + np.exp(-x))
+
+
+def test_a_sum_joins_over_rows_of_a_composed_number():
+    """Image tokens in front of text of any length: two spellings of the size are two objects, and one size."""
+
+    def build(e, image, text, w):
+        x = e(op.concat([image, text], 0))
+        return op.add(x, e(op.matmul(x, w)))
+
+    mod = module(build, [(3, 4), (N, 4), (4, 4)], ("prefill",))
+    out, ledger = fused(mod, FuseLinearEpilogue())
+    assert calls(out, "prefill") == ["fused_linear"] and not list(ledger.refused)
+    arrays = data((3, 4), (5, 4), (4, 4))
+    image, text, w = (a.astype("float64") for a in arrays)
+    x = np.concatenate([image, text])
+    (got,) = run_module(out, "prefill", arrays)
+    assert worst_error((x + x @ w).astype("float32"), got) <= REASSOCIATES.bound("float32")
 
 
 def test_property():
