@@ -76,7 +76,8 @@ def layer_of(graph: Graph, var: relax.Var) -> Region:
         try:
             known[callee] = read_linear(Graph(graph.name, callee, graph.mod))
         except NoKernel as problem:
-            known[callee] = problem
+            # Anew: a traceback holds the graph, which then would never go.
+            known[callee] = NoKernel(str(problem))
     found = known[callee]
     if isinstance(found, NoKernel):
         raise NoKernel(str(found))

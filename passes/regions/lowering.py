@@ -64,7 +64,8 @@ def lowering_pass(
             try:
                 regions[callee] = read(Graph(graph.name, callee, graph.mod))
             except NoKernel as problem:
-                regions[callee] = problem
+                # Anew: a traceback holds the graph, which then would never go.
+                regions[callee] = NoKernel(str(problem))
         return regions[callee]
 
     def match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
