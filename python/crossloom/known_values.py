@@ -48,6 +48,17 @@ def _concat(call: relax.Call, *parts: np.ndarray) -> np.ndarray:
     return np.concatenate(parts, axis=None if axis is None else int(axis))
 
 
+def _astype(call: relax.Call, x: np.ndarray) -> np.ndarray | None:
+    to = str(call.ty.dtype)
+    if "float" not in str(x.dtype) or "int" not in to:
+        return x
+    bounds = np.iinfo(to)
+    whole = np.trunc(x.astype("float64"))
+    # What a number outside gives depends on the machine, and so does what is no number: that stays in the graph.
+    inside = np.all((whole >= float(bounds.min)) & (whole < float(bounds.max) + 1))
+    return x if inside else None
+
+
 def _divide(call: relax.Call, x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
     with np.errstate(all="ignore"):
         # Quotients of integers are rounded by the operator's own rule.
@@ -99,7 +110,7 @@ _COMPUTE: dict[str, Callable[..., np.ndarray | None]] = {
     "relax.reshape": lambda call, x, *rest: x,
     "relax.expand_dims": lambda call, x, *rest: x,
     "relax.squeeze": lambda call, x, *rest: x,
-    "relax.astype": lambda call, x: x,
+    "relax.astype": _astype,
     "relax.add": lambda call, x, y: x + y,
     "relax.subtract": lambda call, x, y: x - y,
     "relax.multiply": lambda call, x, y: x * y,

@@ -148,3 +148,23 @@ def test_folds_take_no_compiler(count):
     start = time.process_time()
     FoldConstants()(mod)
     assert time.process_time() - start < 4
+
+
+def test_numbers_that_an_integer_does_not_hold_stay_with_the_operator():
+    for values, kind, folded in (
+        ([1.7, -1.7, 127.9, -128.9], "int8", True),
+        ([128.0], "int8", False),
+        ([-129.0], "int8", False),
+        ([-0.5, 255.5], "uint8", True),
+        ([2.0**63], "int64", False),
+        ([np.nan], "int32", False),
+        ([np.inf], "int32", False),
+    ):
+        array = np.array(values, "float32")
+        build = lambda emit, x: emit(op.add(x, emit(op.astype(relax.const(array), kind))))  # noqa: B023
+        mod = FoldConstants()(module(build, [array.shape], ["decode"], kind))
+        calls = [b.value.op.name for b in mod["decode"].body.blocks[0].bindings if isinstance(b.value, relax.Call)]
+        assert calls == (["relax.add"] if folded else ["relax.astype", "relax.add"]), values
+        if folded:
+            (got,) = run_module(mod, "decode", [np.zeros(array.shape, kind)])
+            np.testing.assert_array_equal(got, [int(v) for v in values])
