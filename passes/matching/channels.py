@@ -212,7 +212,7 @@ def _factor_and_term(graph: Graph, step: Step, weights: list[Value], do: Arithme
         return do("divide", one, weight), zero
     if step.kind == "subtract":
         return one, do("negative", weight)
-    return (-one if step.kind == "subtract_from" else one), weight
+    return (np.asarray(-1.0) if step.kind == "subtract_from" else one), weight
 
 
 def known_map(graph: Graph, channels: ChannelMap) -> tuple[np.ndarray, np.ndarray] | None:

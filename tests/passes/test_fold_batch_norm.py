@@ -186,6 +186,18 @@ def test_what_exporters_leave_of_it(shape):
     check(lines, [(1, 3, 5, 4), (4, 3, 2, 2), *[shape] * 4], want, tol=1e-4, left=["conv2d", "add"])
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_weights_less_the_values(first):
+    def lines(emit, x, w, shift, scale):
+        if first:
+            y = emit(op.subtract(shift, emit(op.multiply(x, scale))))
+            return emit(op.nn.conv2d(y, w))
+        return emit(op.multiply(emit(op.subtract(shift, emit(op.nn.conv2d(x, w)))), scale))
+
+    want = lambda x, w, m, s: convolved(m - x * s, w) if first else (m - convolved(x, w)) * s
+    check(lines, [(1, 4, 5, 4), (4, 4, 2, 2), (1, 4, 1, 1), (4, 1, 1)], want, tol=1e-4, left=["conv2d", "add"])
+
+
 def test_frozen_batch_norms_are_arithmetic_on_weights():
     def lines(emit, x, w, gamma, beta, mean, root):
         gamma, beta, mean, root = (emit(op.reshape(v, (1, 4, 1, 1))) for v in (gamma, beta, mean, root))
