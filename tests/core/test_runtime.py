@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tvm
 from tvm import relax as rx
+from tvm import rpc
 from tvm.rpc import base as rpc_base
 
 from crossloom.bundle import Bundle, write_bundle
@@ -448,6 +450,22 @@ def test_server_that_never_answers(silent_server) -> None:
     with pytest.raises(ToolchainFailed, match="timed out"):
         Board(silent_server, connect_seconds=0.5)
     assert time.monotonic() - begin < 20
+
+
+def test_number_of_a_socket_that_was_closed_may_be_given_to_the_connection(silent_server, monkeypatch) -> None:
+    """Closed behind the first look at what is open, as the garbage collector does it: the number is TVM's then."""
+    host, port = silent_server.split(":")
+    old = socket.create_connection((host, int(port)))
+    connect = rpc.connect
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        old.close()
+        time.sleep(1.2)  # the watchdog has nothing to hang up on yet
+        return connect(*args, **kwargs)
+
+    monkeypatch.setattr("crossloom.runtime.board.rpc.connect", late)
+    with pytest.raises(ToolchainFailed, match="timed out"):
+        Board(silent_server, connect_seconds=0.5)
 
 
 def test_board_that_falls_silent(bundles, board) -> None:

@@ -102,17 +102,18 @@ class Board:
 
     def _hang_up(self) -> None:
         # TVM does not give its socket away: it is among those opened since, to the board's port.
-        for descriptor in _open_sockets() - self._before:
+        for descriptor, _ in _open_sockets() - self._before:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
                 peer = copy.getpeername()
                 if isinstance(peer, tuple) and self._port in (None, peer[1]):
                     copy.shutdown(socket.SHUT_RDWR)
 
 
-def _open_sockets() -> set[int]:
+def _open_sockets() -> set[tuple[int, str]]:
+    """Return descriptors with the sockets that they are of: a number is given again when its socket is closed."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                found.add(int(name))
+            if (link := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
+                found.add((int(name), link))
     return found
