@@ -108,7 +108,7 @@ class Results:
                 _lanes(part * width, lanes, width, keep)
         with T.serial(height) as r:
             at, store = self._places(number, unravel(head, output.heads), row + r)
-            value, _ = normed(frame, norm, frame.given.heads[number], lanes, lambda k: whole[r, k])
+            value, _, _ = normed(frame, norm, frame.given.heads[number], lanes, lambda k: whole[r, k])
             turned = 0
             if rotary is not None:
                 turned = rotary.dim

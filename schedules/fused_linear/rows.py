@@ -15,6 +15,8 @@ from .spec import Dim, Norm, Rotary, Turn
 
 #: The value at a place of a row.
 Value = Callable[[Expr], Expr]
+#: Standard deviations from 0 to a row's mean, from which on what cancels costs more than the last digits.
+_FAR = 8.0
 
 
 class Rows:
@@ -37,11 +39,16 @@ class Rows:
         spec = frame.spec
         #: A factor of each row's sums, which an RMS norm without weight is.
         self.factor: Any = None
+        #: The mean of each row that lies far from 0, 0 for others: its sums of centred weights cancel, and are made
+        #: anew of the row less its mean.
+        self.far: Any = None
         self.ready: Any = None
         if not spec.prepares:
             return
         if spec.norm is not None and spec.norm.scales_sums:
             self.factor = T.alloc_buffer((most,), frame.sums, layout=None)
+            if spec.norm.centred:
+                self.far = T.alloc_buffer((most,), frame.sums, layout=None)
         if kept:
             self.ready = source if self.factor is None and spec.norm is not None else None
         elif spec.turn is not None or self.factor is None or spec.dtype != frame.sums:
@@ -71,10 +78,14 @@ class Rows:
 
         value: Value = x
         if spec.norm is not None:
-            value, factor = normed(frame, spec.norm, frame.given.norm, spec.depth, x)
+            value, factor, mean = normed(frame, spec.norm, frame.given.norm, spec.depth, x)
             if self.factor is not None:
                 T.buffer_store(self.factor, factor, [row])
                 value = x
+            if self.far is not None:
+                zero, most = tirx.const(0.0, frame.sums), tirx.const(_FAR, frame.sums)
+                far = tirx.abs(mean * factor) > most
+                T.buffer_store(self.far, tirx.Select(far, mean, zero), [row])
         if spec.turn is not None:
             self._turned(spec.turn, row, value)
         elif self.ready is not None:
@@ -105,8 +116,8 @@ class Rows:
             along(rest, frame.lanes, lambda k: store(value(start + (k + rotary.dim)), k + rotary.dim))
 
 
-def normed(frame: Frame, norm: Norm, affine: Affine, extent: int, x: Value) -> tuple[Value, Expr]:
-    """Return what a norm makes of each of ``extent`` values, and its factor."""
+def normed(frame: Frame, norm: Norm, affine: Affine, extent: int, x: Value) -> tuple[Value, Expr, Expr | None]:
+    """Return what a norm makes of each of ``extent`` values, its factor, and the mean that it takes off."""
     sums, lanes = frame.sums, frame.lanes
     mean = None
     if norm.kind == "layer":
@@ -126,7 +137,7 @@ def normed(frame: Frame, norm: Norm, affine: Affine, extent: int, x: Value) -> t
         out = out if weight is None else out * frame.load(weight, k)
         return out if bias is None else out + frame.load(bias, k)
 
-    return value, factor
+    return value, factor, mean
 
 
 def lanes_of_pair(rotary: Rotary, pair: Expr) -> tuple[Expr, Expr]:

@@ -34,6 +34,9 @@ class Sums:
                     choose(heights[1:])
 
         choose([cut.height, *cut.rests])
+        if self.rows.far is not None:
+            with T.serial(height) as r:
+                self._anew(done, r, group, row + r)
         return done
 
     def _rows(self, done: Any, group: Expr, row: Expr, height: int) -> None:
@@ -66,6 +69,18 @@ class Sums:
                     total = total + sums[r * partial + part, v]
                 T.buffer_store(done, self._whole(total, group, row + r, v), [r, v])
 
+    def _anew(self, done: Any, at: Expr, group: Expr, row: Expr | int) -> None:
+        """Sum a row that lies far from 0 once more, its mean taken off each value first."""
+        far, frame = self.rows.far, self.frame
+        with T.If(far[row] != tirx.const(0.0, frame.sums)), T.Then():
+            with T.vectorized(frame.cut.width) as v:
+                T.buffer_store(done, tirx.const(0.0, frame.sums), [at, v])
+            with T.serial(frame.spec.depth) as k, T.vectorized(frame.cut.width) as v:
+                term = (self.rows.load(row, k) - far[row]) * frame.load(frame.given.weight, group, k, v)
+                T.buffer_store(done, done[at, v] + term, [at, v])
+            with T.vectorized(frame.cut.width) as v:
+                T.buffer_store(done, self._whole(done[at, v], group, row, v), [at, v])
+
     def abreast(self, first: Expr, emit: Callable[[Expr, Callable[[Expr], Expr]], None]) -> None:
         """Sum the only row there is of neighbouring groups, and emit ``emit(group, sum of a column)`` for each."""
         frame, cut, weight = self.frame, self.frame.cut, self.frame.given.weight
@@ -86,6 +101,9 @@ class Sums:
         for i, group in enumerate(groups):
             with T.vectorized(cut.width) as v:
                 T.buffer_store(done, self._whole(sums[i, v], group, 0, v), [i, v])
+        if self.rows.far is not None:
+            with T.serial(cut.abreast) as i:
+                self._anew(done, i, tirx.min(first + i, cut.groups - 1), 0)
         with T.serial(cut.abreast if full else tirx.min(cut.groups - first, cut.abreast)) as i:
             emit(first + i, lambda v: done[i, v])
 

@@ -255,13 +255,16 @@ def test_norms(norm, dtype, depth):
     hold(Spec((7,), depth, dtype, (plain(17),), norm, bias=True))
 
 
-def test_mean_of_rows_takes_no_part_in_sums_of_centred_weights():
-    """A layer norm as a factor of the sums: rows stay where they are, also rows far from 0."""
-    spec = Spec((7,), 64, "float32", (plain(17),), replace(LAYER, centred=True), bias=True)
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("mean", [0.0, 3.0, 7.0, 30.0, 1000.0])
+def test_mean_of_rows_takes_no_part_in_sums_of_centred_weights(mean, rows):
+    """A layer norm as a factor of the sums: rows stay where they are, also rows far from 0, and rows of one value."""
+    spec = Spec((rows,), 64, "float32", (plain(170),), replace(LAYER, epsilon=1e-5, centred=True), bias=True)
     mod, names, _ = build(spec, HOST, 1, ("in_out",))
     assert names == ["x", "W.0", "b.0"]
     given = operands(spec, {})
-    given["x"] = (given["x"] + 3.0).astype("float32")
+    given["x"] = (given["x"] + mean).astype("float32")
+    given["x"][rows // 2] = np.float32(mean)
     given["W"] = (given["W"] - given["W"].mean(0, dtype="float64")).astype("float32")
     (want,) = reference(spec, given)
     machine = relax.VirtualMachine(tvm.compile(mod, target=HOST), tvm.cpu())
