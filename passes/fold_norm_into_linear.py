@@ -10,9 +10,9 @@ rows are read once and never written (float32 and float64; float16 keeps the nor
 of rounded weights would round twice).
 Never when something else reads the norm's result: it has to exist then anyway.
 
-Numerics: reassociates; a row whose mean is many standard deviations from 0, which would cancel in the sums, is summed less
-its mean instead.  Linear in the module's size.  Source: the factor commutes with the sum; as SliceGPT (Ashkboos et al.
-2024) folds RMSNorm's weight.
+Numerics: reassociates; a row whose mean is many standard deviations from 0, which would cancel in the sums, is summed
+less its mean instead.  Linear in the module's size.  Source: the factor commutes with the sum; as SliceGPT (Ashkboos et
+al. 2024) folds RMSNorm's weight.
 """
 
 from __future__ import annotations
