@@ -29,12 +29,12 @@ from crossloom.rewrite.driver import graphs_of
 from crossloom.semantics import Region, region_name, weights_of, with_regions
 from crossloom.verdict import accept, record, refuse
 
+from .matching.layers import CONVOLUTIONS
 from .matching.stacks import ATTENTION, Stack, find_stacks, leaves
 
 _NAME = "annotate-semantic-regions"
 _LOOKUP = "crossloom.embedding"
-_CONVOLUTIONS = frozenset({"relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d"})
-_PRODUCTS = frozenset({"crossloom.linear", "crossloom.mlp", "crossloom.gated_mlp"}) | _CONVOLUTIONS
+_PRODUCTS = frozenset({"crossloom.linear", "crossloom.mlp", "crossloom.gated_mlp"}) | CONVOLUTIONS
 _JOINS = frozenset({"relax.image.resize2d", "relax.concat"})
 #: Bindings between ids as they are handed in and as they are looked up.
 _DEEP = 16
@@ -89,7 +89,7 @@ class _Reader:
     def _alone(self, modality: str) -> str:
         """Return what a function without layers is."""
         found = {root_name(self.graph, var) for var in self.graph.order}
-        if _LOOKUP in found or found & _CONVOLUTIONS or not found & _PRODUCTS:
+        if _LOOKUP in found or found & CONVOLUTIONS or not found & _PRODUCTS:
             return "embedding"
         return "projector" if modality in ("image", "audio") and self.feeds else "head"
 
@@ -106,7 +106,7 @@ class _Reader:
             name = root_name(self.graph, var)
             if name == _LOOKUP and self._looks_up_inputs(var):
                 found = "text"
-            elif name in _CONVOLUTIONS:
+            elif name in CONVOLUTIONS:
                 found = "audio" if name == "relax.nn.conv1d" else "image"
             todo.extend(leaves(self.graph, var))
         return found or tag
@@ -140,7 +140,7 @@ class _Reader:
         graph = self.graph
         products = [v for v in tail if root_name(graph, v) in _PRODUCTS]
         joins = [v for v in tail if root_name(graph, v) in _JOINS] if modality == "image" and not taken_on else []
-        convolved = any(root_name(graph, v) in _CONVOLUTIONS for v in products)
+        convolved = any(root_name(graph, v) in CONVOLUTIONS for v in products)
         neck = graph.position[joins[-1]] if joins and convolved else -1
         for var in tail:
             if taken_on and self._joins_ids(var):

@@ -28,15 +28,13 @@ from crossloom.registry import PassInfo
 from crossloom.rewrite import Graph, Match, Rule, Site, rewrite_pass
 from crossloom.verdict import Verdict, accept, refuse
 
-from .matching.arithmetic import Arithmetic, Value, is_all, known
+from .matching.arithmetic import Arithmetic, Value, is_all, keeps_half, known
 from .matching.channels import BATCH_NORM, STEPS, ChannelMap, channel_map, known_map, scale_and_shift
 from .matching.layers import LAYERS, LINEAR, Layer, layer_at, times_channels
 from .matching.spelling import dims, dtype, same_dims, sizes
 from .regions.composites import linear
 
 _NAME = "fold-batch-norm"
-#: float16 weights of usual size (some hundredths) times this are still of full precision.
-_SMALLEST = 2.0**-6
 _LARGEST = 65504.0
 
 
@@ -91,14 +89,13 @@ def _keeps_half(graph: Graph, channels: ChannelMap, layer: Layer) -> bool:
     found = known_map(graph, channels)
     if found is None:
         return False
-    scale, shift = np.abs(found[0]), found[1]
+    scale, shift = found
     if "bias" in layer.operands:
         bias = known(graph, layer.operands["bias"])
         if bias is None:
             return False
-        shift = bias.reshape(-1) * found[0] + shift
-    in_range = (scale == 0) | ((scale >= _SMALLEST) & (scale <= 1 / _SMALLEST))
-    return bool(np.all(in_range) and np.all(np.abs(shift) <= _LARGEST))
+        shift = bias.reshape(-1) * scale + shift
+    return keeps_half(scale) and bool(np.all(np.abs(shift) <= _LARGEST))
 
 
 def _replace_behind_layer(site: Site) -> relax.Expr:

@@ -16,34 +16,15 @@ from __future__ import annotations
 import numpy as np
 import tvm
 from tvm import ir, relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from crossloom.known_values import evaluate
 from crossloom.numerics import EXACT
 from crossloom.registry import PassInfo
 from crossloom.rewrite.driver import graphs_of
+from crossloom.rewrite.replace import Replace
 from crossloom.verdict import accept, record
 
 _NAME = "fold-constants"
-
-
-@mutator
-class _Folder(PyExprMutator):
-    """Puts constants in the places of bindings."""
-
-    def __init__(self, mod: ir.IRModule) -> None:
-        super().__init__(mod)
-        self.constants: dict[relax.Var, relax.Expr] = {}
-
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        if binding.var not in self.constants:
-            super().visit_var_binding_(binding)
-
-    def visit_var_(self, var: relax.Var) -> relax.Expr:
-        return self.constants[var] if var in self.constants else super().visit_var_(var)
-
-    def visit_dataflow_var_(self, var: relax.DataflowVar) -> relax.Expr:
-        return self.constants[var] if var in self.constants else super().visit_dataflow_var_(var)
 
 
 def FoldConstants() -> tvm.transform.Pass:
@@ -51,16 +32,17 @@ def FoldConstants() -> tvm.transform.Pass:
 
     @tvm.transform.module_pass(opt_level=0, name=_NAME)
     def run(mod: ir.IRModule, ctx: tvm.transform.PassContext) -> ir.IRModule:
-        folder = _Folder(mod)
+        folder = Replace(mod)
         changed = False
         for gvar, graph in graphs_of(mod):
             known = evaluate(graph, {}, _NAME, constants=True)
             if not known.folded:
                 continue
-            folder.constants = {var: var for var in known.folded}
+            constants: dict[relax.Var, relax.Expr] = {var: var for var in known.folded}
             for var, value in known.values.items():
-                folder.constants[var] = _constant(value, var)
+                constants[var] = _constant(value, var)
                 record(accept(bytes_saved=value.nbytes).at(_NAME, graph.name, var.name, _NAME))
+            folder.values = constants
             folder.builder_.update_func(gvar, folder.visit_expr(graph.func))
             changed = True
         if not changed:

@@ -16,7 +16,6 @@ Source: Touvron et al. 2021 (arXiv 2103.17239).
 
 from __future__ import annotations
 
-import numpy as np
 import tvm
 from tvm import relax
 
@@ -33,13 +32,12 @@ from crossloom.rewrite import (
 )
 from crossloom.verdict import Verdict, accept, refuse
 
+from .matching.arithmetic import keeps_half
 from .matching.spelling import dims, dtype, either, is_constant, is_weight, same_dims, sizes
 from .regions.composites import linear
 
 _NAME = "fold-scale-into-linear"
 _LINEAR = "crossloom.linear"
-#: float16 weights of usual size (some hundredths) times this are still of full precision.
-_SMALLEST = 2.0**-6
 
 
 def _match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
@@ -73,10 +71,7 @@ def _legal(m: Match) -> Verdict:
 
 def _keeps_half(scale: relax.Expr) -> bool:
     """Return whether a factor is known to leave float16 weights in that type's range (LayerScale begins at 1e-5)."""
-    if not is_constant(scale):
-        return False
-    size = np.abs(scale.value.numpy().astype("float64"))
-    return bool(np.all((size == 0) | ((size >= _SMALLEST) & (size <= 1 / _SMALLEST))))
+    return is_constant(scale) and keeps_half(scale.value.numpy().astype("float64"))
 
 
 def _replace(site: Site) -> relax.Expr:

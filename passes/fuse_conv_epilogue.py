@@ -23,8 +23,9 @@ from crossloom.rewrite import Graph, GroupRule, Match, group_pass, per_graph
 from crossloom.verdict import Verdict, accept, refuse
 
 from .matching.arithmetic import of_weights
+from .matching.layers import CONVOLUTIONS
 from .regions.columns import NoKernel
-from .regions.conv import CONV_REGION, CONVOLUTIONS, read_conv, read_step
+from .regions.conv import CONV_REGION, read_conv, read_step
 from .regions.growth import bytes_of
 from .regions.linear import kernel_takes
 

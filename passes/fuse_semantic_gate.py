@@ -25,12 +25,11 @@ from crossloom.rewrite import Graph, GroupRule, Match, group_pass
 from crossloom.rewrite.grouping import outputs_of
 from crossloom.verdict import Verdict, accept, refuse
 
-from .matching.spelling import dims, scalar, sizes
+from .matching.spelling import dims, number, scalar, sizes
 from .regions.gate import GATE_REGION, read_gate
 from .regions.growth import bytes_of
 from .regions.likeness import cosine_of
 from .regions.linear import NoKernel
-from .regions.views import number
 
 _NAME = "fuse-semantic-gate"
 _VIEWS = ("relax.expand_dims", "relax.squeeze", "relax.reshape", "relax.broadcast_to", "relax.astype")

@@ -22,11 +22,10 @@ from crossloom.rewrite import Graph, Site
 from crossloom.schedules.machine import Machine
 from crossloom.schedules.semantic_gate import kernel
 
-from .matching.spelling import dims, results_of
+from .matching.spelling import dims, number, results_of
 from .regions.gate import GATE_REGION, GateRegion, read_gate
 from .regions.linear import NoKernel
 from .regions.lowering import Outer, lowering_pass
-from .regions.views import number
 
 _NAME = "lower-fused-gate"
 

@@ -15,6 +15,7 @@ from .spelling import dtype, is_constant, is_weight, only_rounds
 #: A weight's value, or the expression that stands for it.
 Value: TypeAlias = np.ndarray | relax.Expr
 
+_SMALLEST = 2.0**-6
 _VIEWS = frozenset({"relax.reshape", "relax.expand_dims", "relax.squeeze"})
 _OPERATORS = frozenset(
     {"relax.astype", "relax.permute_dims", "relax.add", "relax.subtract", "relax.multiply", "relax.divide"}
@@ -108,6 +109,12 @@ class Arithmetic:
         if isinstance(value, np.ndarray):
             return value.sum(tuple(axes))
         return self.emit(relax.op.sum(value, list(axes)))
+
+
+def keeps_half(factor: np.ndarray) -> bool:
+    """Return whether float16 weights of usual size (some hundredths) times a factor are still of full precision."""
+    size = np.abs(factor)
+    return bool(np.all((size == 0) | ((size >= _SMALLEST) & (size <= 1 / _SMALLEST))))
 
 
 def is_all(value: Value, number: float) -> bool:

@@ -18,9 +18,9 @@ from tvm_ffi import structural_equal
 from crossloom.rewrite import Graph
 
 from .line_tables import of_array
-from .line_views import gathered, inserted, joined, move, narrow, number, sliced
+from .line_views import gathered, inserted, joined, move, narrow, sliced
 from .lines import Line, Offset, Steps, Value, as_line, combine, parted, proved, reach, settled, uniform
-from .spelling import dims, dtype, is_constant, sizes
+from .spelling import dims, dtype, is_constant, number, sizes
 
 #: More lines than a mask of any exporter has.
 MOST_LINES = 200

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tvm import relax, tirx
+from tvm import relax
 
 from .lines import Line, Offset, Steps, Value, as_line, proved, reach, uniform
-
-
-def number(expr: relax.Expr) -> Offset:
-    """Return an operand of a shape or slice, plain where it is static."""
-    return int(expr) if isinstance(expr, (int, tirx.IntImm)) else expr
+from .spelling import number
 
 
 def ints(fields: Sequence[relax.Expr]) -> list[int]:

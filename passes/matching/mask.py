@@ -11,9 +11,8 @@ from tvm import relax, tirx
 from crossloom.rewrite import Graph
 
 from .evaluate import Evaluator
-from .line_views import number
 from .lines import Line, Offset, Steps, combine, proved
-from .spelling import dtype
+from .spelling import dtype, number
 
 #: A finite number that stands for minus infinity: masks of -1e9 and of the type's least value are; -1e4 is not.
 MINUS_INFINITY = -1e9

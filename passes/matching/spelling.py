@@ -44,6 +44,16 @@ def dims(expr: relax.Expr) -> list[tirx.Expr] | None:
     return dimensions(expr) if known else None
 
 
+def number(extent: tirx.Expr | int) -> tirx.Expr | int:
+    """Return an extent as a Python number where it is one."""
+    return int(extent) if isinstance(extent, (int, tirx.IntImm)) else extent
+
+
+def extents(expr: relax.Expr) -> list[int | tirx.Expr]:
+    """Return the dimensions of a tensor, as numbers where they are; none where its shape is unknown."""
+    return [number(d) for d in dims(expr) or ()]
+
+
 def sizes(expr: relax.Expr) -> list[int | None] | None:
     """Return the dimensions as integers, None for symbolic ones."""
     shape = dims(expr)

@@ -9,9 +9,8 @@ from tvm import relax
 from crossloom.rewrite import Graph
 from crossloom.schedules.join import Join
 
-from ..matching.spelling import dims, dtype, fields_of, results_of
+from ..matching.spelling import dims, dtype, fields_of, number, results_of
 from .linear import NoKernel
-from .views import number
 
 #: The composite's name.
 APPEND_REGION = "crossloom.fused_append"

@@ -11,11 +11,10 @@ from crossloom.rewrite import Graph, composite_name
 from crossloom.schedules.attention import Axis, Extent, Operand, Spec
 
 from ..matching.heads import repeated_heads
-from ..matching.spelling import interior
+from ..matching.spelling import extents, interior
 from .attention_axes import Layouts
 from .columns import FLOATS, NoKernel
 from .places import Place, Tracer, same
-from .views import extents
 
 #: The composites' names.
 ATTENTION, ATTENTION_REGION = "crossloom.attention", "crossloom.fused_attention"

@@ -7,10 +7,9 @@ from tvm import relax
 from crossloom.rewrite import Graph, composite_attrs
 from crossloom.schedules.attention import Axis, Extent, Role
 
-from ..matching.spelling import dims, same_dims
+from ..matching.spelling import dims, extents, same_dims
 from .columns import NoKernel
 from .places import Place, same
-from .views import extents
 
 
 class Layouts:

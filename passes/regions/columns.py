@@ -10,8 +10,8 @@ from tvm import relax, tirx
 
 from crossloom.schedules.fused_linear import Dim, Norm, Output, Rotary, Turn
 
-from ..matching.spelling import dtype
-from .views import Axis, View, extents
+from ..matching.spelling import dtype, extents
+from .views import Axis, View
 
 #: What sums are made of.
 FLOATS = frozenset({"float16", "float32", "float64"})

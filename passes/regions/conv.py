@@ -12,18 +12,16 @@ from crossloom.rewrite import Graph, composite_attrs, composite_name
 from crossloom.schedules.activations import ACTIVATIONS
 from crossloom.schedules.fused_conv import MOST_PHASES, Geometry, Spec, Step
 
-from ..matching.spelling import dims, dtype, first_name, results_of, same_dims, scalar, sizes
+from ..matching.layers import CONVOLUTIONS
+from ..matching.spelling import dims, dtype, first_name, number, results_of, same_dims, scalar, sizes
 from .columns import FLOATS, NoKernel
-from .views import number
+from .reader import ACTIVATIONS as ACTIVATION_OPERATORS
 
 #: The composite's name.
 CONV_REGION = "crossloom.fused_conv"
-#: Operators that are a convolution.
-CONVOLUTIONS = frozenset({"relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d"})
 #: Layouts of x and result, and of the weight, that the kernel reads, by the number of spatial axes.
 _LAYOUTS = {1: ("NCW", "OIW"), 2: ("NCHW", "OIHW"), 3: ("NCDHW", "OIDHW")}
-_UNARY = {f"relax.nn.{kind}": kind for kind in ("relu", "silu", "gelu", "gelu_tanh")}
-_UNARY |= {"relax.sigmoid": "sigmoid", "relax.tanh": "tanh"}
+_UNARY = {**ACTIVATION_OPERATORS, **{f"relax.nn.{kind}": kind for kind in ("gelu", "gelu_tanh")}}
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from tvm import relax, tirx
 
-from crossloom.rewrite import Graph, composite_name, per_graph
+from crossloom.rewrite import Graph, composite_name
 from crossloom.schedules.feed_forward import FeedForward
 from crossloom.schedules.fused_linear import Spec
 
-from ..matching.spelling import first_name, results_of
+from ..matching.spelling import extents, first_name, results_of
 from .linear import LINEAR_REGION, NoKernel, Region, read_layer, read_linear
-from .views import extents
+from .once import read_once
 
 #: The composite's name.
 FEED_FORWARD_REGION = "crossloom.fused_feed_forward"
@@ -55,10 +55,7 @@ def _in_terms_of(region: Region, values: Mapping[str, relax.Expr]) -> Region:
     )
 
 
-@per_graph
-def _known(graph: Graph) -> dict[relax.Function, Region | NoKernel]:
-    """Return what regions compute that the graph calls: equal layers call the same one, which is read once."""
-    return {}
+_read_once = read_once(read_linear)
 
 
 def layer_of(graph: Graph, var: relax.Var) -> Region:
@@ -69,19 +66,10 @@ def layer_of(graph: Graph, var: relax.Var) -> Region:
     NoKernel
         Where the kernel cannot do what it holds.
     """
-    callee, known = graph.callee(var), _known(graph)
+    callee = graph.callee(var)
     if callee is None or composite_name(callee) != LINEAR_REGION:
         return read_layer(graph, var)
-    if callee not in known:
-        try:
-            known[callee] = read_linear(Graph(graph.name, callee, graph.mod))
-        except NoKernel as problem:
-            # Anew: a traceback holds the graph, which then would never go.
-            known[callee] = NoKernel(str(problem))
-    found = known[callee]
-    if isinstance(found, NoKernel):
-        raise NoKernel(str(found))
-    return _in_terms_of(found, graph.operands(var))
+    return _in_terms_of(_read_once(graph, callee), graph.operands(var))
 
 
 def read_pair(graph: Graph, hidden: relax.Var, result: relax.Var) -> FeedForwardRegion:

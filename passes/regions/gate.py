@@ -10,10 +10,9 @@ from tvm import relax, tirx
 from crossloom.rewrite import Graph
 from crossloom.schedules.semantic_gate import Apply, Dot, Gate, Operand, Result, Scalar
 
-from ..matching.spelling import dims, dtype, same_dims
+from ..matching.spelling import dims, dtype, extents, number, same_dims
 from .columns import FLOATS, NoKernel
 from .vectors import GateReader, Key, RowNumber, Vector, widened
-from .views import extents, number
 
 #: The composite's name.
 GATE_REGION = "crossloom.fused_gate"

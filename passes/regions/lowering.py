@@ -9,11 +9,12 @@ import tvm
 from tvm import relax, tirx
 
 from crossloom.errors import UnsupportedTarget
-from crossloom.rewrite import Graph, Match, Rule, Site, per_graph, rewrite_pass
+from crossloom.rewrite import Graph, Match, Rule, Site, rewrite_pass
 from crossloom.schedules.machine import Machine
 from crossloom.verdict import Verdict, accept, refuse
 
 from .linear import NoKernel
+from .once import read_once
 
 Region = TypeVar("Region")
 #: From a parameter of a region, or a constant in it, to what the caller has there.
@@ -53,28 +54,16 @@ def lowering_pass(
     def current() -> tvm.target.Target | None:
         return target or tvm.target.Target.current(allow_none=True)
 
-    @per_graph
-    def known(graph: Graph) -> dict[relax.Function, Region | NoKernel]:
-        return {}
-
-    def region_of(graph: Graph, callee: relax.Function) -> Region | NoKernel:
-        """Return what a region computes; equal layers call the same one, which is read once."""
-        regions = known(graph)
-        if callee not in regions:
-            try:
-                regions[callee] = read(Graph(graph.name, callee, graph.mod))
-            except NoKernel as problem:
-                # Anew: a traceback holds the graph, which then would never go.
-                regions[callee] = NoKernel(str(problem))
-        return regions[callee]
+    read_region = read_once(read)
 
     def match(graph: Graph, root: relax.Var) -> Match | Verdict | None:
         callee = graph.callee(root)
         if callee is None:
             return None
-        region = region_of(graph, callee)
-        if isinstance(region, NoKernel):
-            return refuse("no-kernel", root.name, str(region))
+        try:
+            region = read_region(graph, callee)
+        except NoKernel as problem:
+            return refuse("no-kernel", root.name, str(problem))
         verdict = accept() if (found := current()) is None else legal(region, found)
         if not verdict.fired:
             return verdict

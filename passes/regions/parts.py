@@ -14,9 +14,8 @@ from crossloom.rewrite.grouping import inputs_of
 from crossloom.schedules.fused_sequence import Addend, Copy, Lookup, Part, Product
 from crossloom.verdict import Verdict
 
-from ..matching.spelling import dims, dtype, either, same_dims, scalar
+from ..matching.spelling import dims, dtype, either, extents, number, same_dims, scalar
 from .linear import ACTIVATIONS, LINEAR_REGION, NoKernel, Region, read_linear
-from .views import extents, number
 
 _LINEAR, _EMBEDDING = "crossloom.linear", "crossloom.embedding"
 _NORMS = ("crossloom.rms_norm", "crossloom.layer_norm")

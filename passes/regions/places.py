@@ -16,8 +16,7 @@ from crossloom.schedules.attention import Axis, Extent, Operand
 
 from ..matching.lanes import NotLanes, slices
 from ..matching.lines import proved
-from ..matching.spelling import dims, dtype, fields_of, scalar
-from .views import extents, number
+from ..matching.spelling import dims, dtype, extents, fields_of, number, scalar
 
 _KEY = Axis((("key", 1),))
 _MOVES = (

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from tvm import relax, tirx
 
-from crossloom.rewrite import Graph, composite_attrs, composite_name, per_graph
+from crossloom.rewrite import Graph, composite_attrs, composite_name
 from crossloom.schedules.fused_linear import Norm
 
-from ..matching.spelling import dims, dtype, results_of, same_dims, scalar
+from ..matching.spelling import dims, dtype, extents, number, results_of, same_dims, scalar
 from .columns import (
     ACTIVATED,
     ADDED,
@@ -28,7 +28,8 @@ from .columns import (
     follows,
     output_of,
 )
-from .views import Axis, apply_view, columns_of, elements, extents, number, turns_into
+from .once import read_once
+from .views import Axis, apply_view, columns_of, elements, turns_into
 
 #: The composite's name.
 LINEAR_REGION = "crossloom.fused_linear"
@@ -38,29 +39,6 @@ ACTIVATIONS = {"relax.nn.relu": "relu", "relax.sigmoid": "sigmoid", "relax.tanh"
 MOVES = frozenset(
     f"relax.{op}" for op in ("reshape", "permute_dims", "squeeze", "expand_dims", "strided_slice", "take")
 )
-
-
-@per_graph
-def _regions(graph: Graph) -> dict[relax.Function, Reader | NoKernel]:
-    """Return what has been read of a function's regions; equal layers call the same one."""
-    return {}
-
-
-def _read(graph: Graph, callee: relax.Function) -> Reader:
-    """Return a region of a function, read."""
-    known = _regions(graph)
-    if callee not in known:
-        reader = Reader(Graph(graph.name, callee, graph.mod))
-        try:
-            reader.read()
-            known[callee] = reader
-        except NoKernel as problem:
-            # Anew: a traceback holds the graph, which then would never go.
-            known[callee] = NoKernel(str(problem))
-    found = known[callee]
-    if isinstance(found, NoKernel):
-        raise NoKernel(str(found))
-    return found
 
 
 class Reader:
@@ -243,7 +221,7 @@ class Reader:
 
     def _region(self, callee: relax.Function, call: relax.Call, var: relax.Var) -> Value:
         """Take in the results of a region that has been formed before."""
-        inner = _read(self.graph, callee)
+        inner = _read_once(self.graph, callee)
         outer = dict(zip(callee.params, call.args))
         if inner.rows is None or self.rows is not None:
             raise NoKernel(f"{var.name}: a region beside other linear layers")
@@ -372,3 +350,10 @@ class Reader:
                 raise NoKernel(f"{getattr(expr, 'name', '')}: a result that no linear layer made")
             out.append(found)
         return out
+
+
+@read_once
+def _read_once(graph: Graph) -> Reader:
+    reader = Reader(graph)
+    reader.read()
+    return reader

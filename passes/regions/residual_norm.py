@@ -11,9 +11,8 @@ from crossloom.rewrite import Graph, composite_attrs, composite_name
 from crossloom.schedules.fused_linear import Norm
 from crossloom.schedules.residual_norm import Follows, ResidualNorm
 
-from ..matching.spelling import dims, dtype, first_name, results_of, same_dims, sizes
+from ..matching.spelling import dims, dtype, first_name, number, results_of, same_dims, sizes
 from .columns import FLOATS, NoKernel
-from .views import number
 
 #: The composite's name.
 RESIDUAL_NORM_REGION = "crossloom.fused_residual_norm"

@@ -13,10 +13,9 @@ from crossloom.rewrite import Graph
 from crossloom.schedules.fused_sequence import Addend, Copy, Layer, Sequence
 from crossloom.verdict import refuse
 
-from ..matching.spelling import dims, dtype, either, same_dims, scalar
+from ..matching.spelling import dims, dtype, either, extents, number, same_dims, scalar
 from .columns import FLOATS
 from .parts import VIEWS, Bound, Linear, Operand, PartReader, Problem, row_sizes
-from .views import extents, number
 
 #: The composite's name.
 SEQUENCE_REGION = "crossloom.fused_sequence"

@@ -17,9 +17,8 @@ from tvm_ffi import structural_equal
 from crossloom.rewrite import Graph
 from crossloom.schedules.semantic_gate import Apply, Dot, Given, Number, Scalar, dots_of
 
-from ..matching.spelling import dims, dtype, is_constant, only_rounds, same_dims, scalar
+from ..matching.spelling import dims, dtype, extents, is_constant, number, only_rounds, same_dims, scalar
 from .linear import NoKernel
-from .views import extents, number
 
 _ONE = Number(1.0)
 _UNARY = ("sqrt", "rsqrt", "sigmoid", "exp", "tanh", "negative", "abs")

@@ -10,7 +10,7 @@ from tvm import relax, tirx
 
 from crossloom.rewrite.sizes import same_size
 
-from ..matching.spelling import dims
+from ..matching.spelling import number
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,6 @@ class Axis:
 
 
 UNIT = Axis(1)
-
-
-def number(extent: tirx.Expr | int) -> tirx.Expr | int:
-    """Return an extent as a Python number where it is one."""
-    return int(extent) if isinstance(extent, (int, tirx.IntImm)) else extent
-
-
-def extents(expr: relax.Expr) -> list[int | tirx.Expr]:
-    """Return the dimensions of a tensor, as numbers where they are; none where its shape is unknown."""
-    return [number(d) for d in dims(expr) or ()]
 
 
 @dataclass(frozen=True)

@@ -22,31 +22,12 @@ from dataclasses import replace
 
 import numpy as np
 from tvm import ir, relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from .known_values import evaluate
 from .model import Entry, Model
 from .rewrite import Graph
+from .rewrite.replace import Replace
 from .verdict import accept, record
-
-
-@mutator
-class _Replace(PyExprMutator):
-    """Drops folded bindings and puts the new parameters in their places."""
-
-    def __init__(self, folded: dict[relax.Var, relax.Var]) -> None:
-        super().__init__(None)
-        self.folded = folded
-
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        if binding.var not in self.folded:
-            super().visit_var_binding_(binding)
-
-    def visit_var_(self, var: relax.Var) -> relax.Expr:
-        return self.folded[var] if var in self.folded else super().visit_var_(var)
-
-    def visit_dataflow_var_(self, var: relax.DataflowVar) -> relax.Expr:
-        return self.folded[var] if var in self.folded else super().visit_dataflow_var_(var)
 
 
 def fold_weights(model: Model) -> Model:
@@ -95,7 +76,9 @@ def fold_weights(model: Model) -> Model:
         ]
         params.update({k: model.params[k] for _, k in still})
         if folded:
-            body = _Replace(skip).visit_expr(func.body)
+            replace_folded = Replace()
+            replace_folded.values = skip
+            body = replace_folded.visit_expr(func.body)
             new_params = [*inputs, *(v for v, _ in still), *new_vars.values()]
             functions[gvar] = relax.Function(new_params, body, func.ret_ty, func.is_pure).with_attrs(func.attrs)
             functions[gvar] = functions[gvar].with_attr("num_input", count)

@@ -9,6 +9,7 @@ stand.  How many places there are depends on data; that the values are as many i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -110,24 +111,17 @@ def masked_scatter(c: Call) -> list[Any]:
         )
     rest = sizes[rank:]
     mask = mask if str(mask.ty.dtype) == "bool" else c.emit(op.not_equal(mask, relax.const(0, str(mask.ty.dtype))))
-    flat = c.emit(op.reshape(mask, [_product(places)]))
+    flat = c.emit(op.reshape(mask, [math.prod(places)]))
     number = c.emit(op.cumsum(c.emit(op.astype(flat, "int64")), axis=0))
     number = c.emit(op.subtract(number, relax.const(1, "int64")))
     leading = given[: len(given) - len(rest)]
-    source = values if len(leading) == 1 else c.emit(op.reshape(values, [_product(leading), *rest]))
+    source = values if len(leading) == 1 else c.emit(op.reshape(values, [math.prod(leading), *rest]))
     taken = c.emit(safe_take(c.emit, source, number, 0, from_end=False))
     if not rest:
-        chosen = c.emit(op.where(flat, taken, c.emit(op.reshape(data, [_product(sizes)]))))
+        chosen = c.emit(op.where(flat, taken, c.emit(op.reshape(data, [math.prod(sizes)]))))
         return [c.emit(op.reshape(chosen, sizes))]
     mask = c.emit(op.reshape(mask, [*places, *[1] * len(rest)]))
     return [c.emit(op.where(mask, c.emit(op.reshape(taken, sizes)), data))]
-
-
-def _product(sizes: Sequence[Any]) -> Any:
-    total: Any = 1
-    for size in sizes:
-        total = total * size
-    return total
 
 
 SCATTERS: dict[tuple[str, str], Converter] = {(DOMAIN, MASKED_SCATTER): masked_scatter}
